@@ -73,6 +73,16 @@ WRONG = [
         id="count-with-a-point",
     ),
     pytest.param(
+        ["optimizer.groups=[{match: [x], betas: 0.5}]"],
+        Told("optimizer.groups[0].betas=0.5", "must be a list", write="optimizer.groups[0].betas: [0.5,0.95]"),
+        id="one-beta-of-a-group",
+    ),
+    pytest.param(
+        ["seed=" + "9" * 400],
+        Told("seed=" + "9" * 400, "out of range", allowed=("4294967295",)),
+        id="endless-seed",
+    ),
+    pytest.param(
         ["optimizer.betas=[0.9]"],
         Told("optimizer.betas=[0.9]", "takes two", write="'optimizer.betas=[0.9,0.95]'"),
         id="one-beta",

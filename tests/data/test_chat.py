@@ -720,7 +720,7 @@ def test_data_show(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.count(" trained on\n") == 4 and "chats.jsonl:" in shown
     assert f"{USER}what<|im_end|>\n{ASSISTANT}[[x" in shown and "<|im_end|>]]" in shown
-    assert "9 of at most 32 tokens" in shown and "1 bad rows" in shown and "chats.jsonl:10: not JSON" in shown
+    assert "9 of at most 32 tokens" in shown and "1 bad row left out" in shown and "chats.jsonl:10: not JSON" in shown
     for line in ("data", "data shwo", "data show data=synthetic", "data show data=chat", "data show data.pth=x"):
         assert run(line.split()) == 2
         assert "data" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,35 +119,46 @@ def test_leftovers_of_killed_runs_are_removed(tmp_path: Path) -> None:
     assert left == {"step_0000007.ckpt", "step_0000001.ckpt", "others.ckpt.writing"}
 
 
-class Ends(pl.Callback):
-    """Training ends after the third step, at a signal or a failure, when the disk is full."""
+def test_a_run_goes_on_from_what_was_to_be_replaced(tmp_path: Path) -> None:
+    """It has its own name again, and is one of the run's; what was to be removed does not come back."""
+    trained(tmp_path, 3, 12)
+    replaced, removed = (tmp_path / f"step_000000{name}" for name in ("3.ckpt.replaced", "2.ckpt.removed"))
+    shutil.copytree(tmp_path / "step_0000003.ckpt", removed)
+    (tmp_path / "step_0000003.ckpt").rename(replaced)
+    trained(tmp_path, 5, 12, complete_checkpoints(tmp_path)[-1])
+    assert kept(tmp_path) == [3, 5]
 
-    def __init__(self, by_signal: bool, patch: pytest.MonkeyPatch) -> None:
-        self.by_signal, self.patch = by_signal, patch
+
+class Ends(pl.Callback):
+    """Training ends after the third step, at a signal, a failure or by itself, when the disk is full."""
+
+    def __init__(self, by: str, patch: pytest.MonkeyPatch) -> None:
+        self.by, self.patch = by, patch
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
             trainer.strategy.checkpoints.finish()
             self.patch.setattr(sharded, "write_manifest", full)
-            if not self.by_signal:
+            if self.by == "a failure":
                 raise ValueError("wrong")
-            os.kill(os.getpid(), signal.SIGTERM)
+            if self.by == "a signal":
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def full(*args: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("by_signal", [True, False])
+@pytest.mark.parametrize("by", ["a signal", "a failure", "itself"])
 @pytest.mark.filterwarnings("ignore:.*could not write")
 def test_what_is_not_written_in_the_background_is_not_said_to_be(
-    by_signal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = MeshStrategy("1", asynchronous_checkpoints=True)
     strategy.stop_signals = (signal.SIGTERM,)
-    ends = Ends(by_signal, monkeypatch)
-    with pytest.raises(RuntimeError if by_signal else ValueError) as ended:
-        trained(tmp_path, 9, 12, None, ends, strategy=strategy, every_n_steps=2, keep_last=1)
+    ends = Ends(by, monkeypatch)
+    with pytest.raises(ValueError if by == "a failure" else RuntimeError) as ended:
+        trained(tmp_path, 4 if by == "itself" else 9, 12, None, ends, strategy=strategy, every_n_steps=2, keep_last=1)
     told = "\n".join([str(ended.value), *ended.value.__notes__])
     assert "No space left on device" in told and "saved" not in told
     (newest,) = complete_checkpoints(tmp_path)

@@ -11,9 +11,8 @@ from autolaunch.config.against_schema import alike
 from autolaunch.config.schema import Job
 from autolaunch.directories import nearest_path
 from autolaunch_strategies.checkpoint.files import (
+    BESIDE,
     MANIFEST,
-    REPLACED,
-    WRITING,
     complete_checkpoints,
     order_of_writing,
     problem_with,
@@ -262,7 +261,7 @@ def _candidates(directory: Path) -> list[Path]:
     """What stands in a checkpoint directory, oldest first; not what was being written when its run was killed."""
     if not directory.is_dir():
         return []
-    entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, REPLACED))]
+    entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith(BESIDE)]
     return sorted(entries, key=order_of_writing)
 
 

@@ -53,9 +53,12 @@ def build_data(data_cfg: dict[str, Any], seed: int, vocab_size: int | None = Non
 
 def _refuse_dataset(target: Any, name: str) -> None:
     """Raise ConfigError for the commonest mistake, before its arguments are asked for, which are not the mistake."""
+    from lightning.pytorch import LightningDataModule
     from torch.utils.data import DataLoader, Dataset
 
-    if isinstance(target, type) and issubclass(target, Dataset | DataLoader):
+    if not isinstance(target, type) or issubclass(target, LightningDataModule):
+        return
+    if issubclass(target, Dataset | DataLoader):
         kind = "Dataset" if issubclass(target, Dataset) else "DataLoader"
         raise ConfigError(
             f"data._target_={name}",

@@ -14,9 +14,8 @@ from rich.text import Text
 from autolaunch.report.readable import readable_bytes
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.checkpoint.files import (
+    BESIDE,
     MANIFEST,
-    REPLACED,
-    WRITING,
     damage_in,
     files_with_hashes,
     order_of_writing,
@@ -89,7 +88,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _by_age(directory: Path) -> list[Path]:
-    entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith((WRITING, REPLACED))]
+    entries = [item for item in directory.iterdir() if item.is_dir() and not item.name.endswith(BESIDE)]
     return sorted(entries, key=order_of_writing)
 
 

@@ -65,6 +65,8 @@ class StepMetrics(pl.Callback):
         """The logged step from which on loss or gradient norm have not been finite; None if they are. Equal on all
         ranks."""
         self.seconds, self.steps_timed, self.tokens_timed = array("d"), array("q"), array("q")
+        self.has_loss = False
+        """Whether any batch of this rank had a loss."""
         self.worst_expert_load: tuple[str, float] | None = None
         """At the latest record, of a mixture: which layer has the least even load, and its busiest over its mean."""
         self._csv: MetricsCsv | None = None
@@ -120,6 +122,7 @@ class StepMetrics(pl.Callback):
         self._tokens_of_unfinished_step += tokens
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
+            self.has_loss = True
             # Lightning has divided it by the number of microbatches, so the sum is the mean already.
             wide = torch.float32 if loss.device.type == "mps" else torch.float64
             weight = getattr(trainer.strategy, "loss_weight", 1.0)  # of parts of a batch that do not count alike

@@ -17,7 +17,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from autolaunch.launch.failure import is_peer_lost
 from autolaunch.report.metrics import StepMetrics
 from autolaunch.report.readable import readable_bytes
-from autolaunch_strategies.checkpoint.files import clear_leftovers, complete_checkpoints, order_of_writing
+from autolaunch_strategies.checkpoint.files import (
+    REPLACED,
+    clear_leftovers,
+    complete_checkpoints,
+    order_of_writing,
+)
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.lightning.votes import TrainingStopped
 from autolaunch_strategies.pipeline.failure import StageFailedError
@@ -35,7 +40,7 @@ class Checkpoints(ModelCheckpoint):
     Args:
         directory: of the checkpoints.
         config: the keys of `autolaunch.config.schema.Checkpoint`.
-        steps: while what it measures is not finite, nothing is saved: it would take the place of what is.
+        steps: after a failure nothing is saved while what it measures is not finite.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any], steps: StepMetrics) -> None:
@@ -98,7 +103,10 @@ class Checkpoints(ModelCheckpoint):
         """
         if ckpt_path is None or Path(ckpt_path).parent.resolve() != self.directory.resolve():
             return []
-        since = order_of_writing(Path(ckpt_path))
+        chosen = Path(ckpt_path)
+        if not chosen.exists():  # it was to be replaced, and has its name again
+            chosen = chosen.with_name(chosen.name.removesuffix(REPLACED))
+        since = order_of_writing(chosen)
         whole = complete_checkpoints(self.directory)
         return [item.name for item in whole if item.name in self._scores or order_of_writing(item) >= since]
 
@@ -244,6 +252,7 @@ class Checkpoints(ModelCheckpoint):
         """
         self.steps.catch_up()
         if not trainer.strategy.weights_are_finite():  # type: ignore[attr-defined]  # a MeshStrategy
+            self._wait_for_next_save(trainer)
             return
         name = self._name(trainer)
         score = trainer.callback_metrics.get(self.monitor) if self.monitor else None
@@ -264,6 +273,9 @@ class Checkpoints(ModelCheckpoint):
         for left_out in [known for known in self._scores if known not in self._kept()]:
             del self._scores[left_out]
             trainer.strategy.remove_checkpoint(str(self.directory / left_out))
+        self._wait_for_next_save(trainer)
+
+    def _wait_for_next_save(self, trainer: pl.Trainer) -> None:
         if self.seconds is not None:
             self._next_save = time.monotonic() + self.seconds
         trainer.strategy.votes.saved()  # type: ignore[attr-defined]  # a MeshStrategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -176,8 +175,7 @@ def _check_that_it_trained(trainer: Any, module: pl.LightningModule, steps: Step
     """
     if trainer.global_step == 0 and not trainer.fast_dev_run and trainer.max_steps != 0 and trainer.max_epochs != 0:
         raise RunFailed("not one training step was made: the training data are empty, or all batches were left out")
-    without_loss = steps.latest is not None and steps.latest.loss is None and all(map(math.isnan, steps.losses))
-    if module.automatic_optimization and without_loss:
+    if module.automatic_optimization and steps.losses and not steps.has_loss:
         raise RunFailed("training_step has returned no loss in any step: nothing was trained")
 
 

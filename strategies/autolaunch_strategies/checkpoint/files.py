@@ -28,6 +28,8 @@ WRITING = ".writing"
 """Suffix of a checkpoint directory while it is written."""
 
 REPLACED = ".replaced"
+REMOVED = ".removed"
+BESIDE = (WRITING, REPLACED, REMOVED)
 """Suffix of a checkpoint directory for the moment in which another one takes its place."""
 
 
@@ -206,7 +208,7 @@ def clear_leftovers(directory: Path, is_own: Callable[[str], bool]) -> None:
     except OSError:
         return
     for item in entries:
-        suffix = next((suffix for suffix in (WRITING, REPLACED) if item.name.endswith(suffix)), None)
+        suffix = next((suffix for suffix in BESIDE if item.name.endswith(suffix)), None)
         if suffix is None or not item.is_dir() or item.is_symlink() or not is_own(item.name.removesuffix(suffix)):
             continue
         plain = item.with_name(item.name.removesuffix(suffix))

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_flatten
 
 from autolaunch_strategies.checkpoint.files import (
     METADATA,
+    REMOVED,
     REPLACED,
     WRITING,
     complete_checkpoints,
@@ -91,8 +92,8 @@ class CheckpointWriter:
         self._running: Future[Any] | None = None
         self._path: Path | None = None
         self._doomed: list[Path] = []
-        self._has_failed = False
-        """Whether the last one could not be written."""
+        self._failure: RuntimeError | None = None
+        """Why the last one could not be written."""
         self.newest = 0.0
         """When the newest checkpoint of the run was written, also before it went on here."""
 
@@ -121,7 +122,7 @@ class CheckpointWriter:
             if isinstance(failed.__cause__, TimeoutError):
                 raise failed  # it is still being written
             warnings.warn(f"{failed}; training waits for the next checkpoint", stacklevel=2)
-        is_waited_for = self._has_failed
+        is_waited_for = self._failure is not None
         if path in self._doomed:
             self._doomed.remove(path)
         checkpoint = dict(checkpoint)
@@ -173,7 +174,7 @@ class CheckpointWriter:
     def remove(self, path: Path) -> None:
         """Delete a checkpoint directory, but not before the one that was saved last is whole. On the first rank."""
         running = self._running
-        is_whole = not self._has_failed if running is None else running.done() and running.exception() is None
+        is_whole = self._failure is None if running is None else running.done() and running.exception() is None
         if is_whole:
             remove_checkpoint(path)
         else:
@@ -185,13 +186,14 @@ class CheckpointWriter:
         Collective; with `together=False` the other ranks may be gone: nothing waits for them but their writing.
 
         Returns:
-            Why it could not be written, or is not after `timeout` seconds; `together=False` only.
+            Why it could not be written, or is not after `timeout` seconds, also if that was told before;
+            `together=False` only.
 
         Raises:
             RuntimeError: the same; `together` only.
         """
         if self._running is None:
-            return None
+            return None if together else self._failure
         if (failed := self._end_of_writing()) is not None:
             if together:
                 raise failed
@@ -209,11 +211,10 @@ class CheckpointWriter:
         try:
             running.result(self.timeout)
         except (Exception, CheckpointException) as error:
-            self._has_failed = True
-            failed = _not_written(self._path, error, self.timeout)
-            failed.__cause__ = error
-            return failed
-        self._has_failed = False
+            self._failure = _not_written(self._path, error, self.timeout)
+            self._failure.__cause__ = error
+            return self._failure
+        self._failure = None
         while dist.get_rank() == 0 and self._doomed:  # asked for just as the last one took its place
             remove_checkpoint(self._doomed.pop())
         return None
@@ -396,7 +397,7 @@ def _put_in_place(beside: Path, path: Path) -> None:
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint directory; under its own name it is never seen in parts."""
-    doomed = path.with_name(path.name + REPLACED)
+    doomed = path.with_name(path.name + REMOVED)
     _remove(doomed)
     path.rename(doomed)
     _remove(doomed)

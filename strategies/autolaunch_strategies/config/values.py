@@ -73,7 +73,7 @@ def checked_value(
         )
     numbers = [number for number in (fitted if isinstance(fitted, list) else [fitted]) if _is_number(number)]
     limits = limits_text(item.metadata)
-    if not all(map(math.isfinite, numbers)):
+    if not all(isinstance(number, int) or math.isfinite(number) for number in numbers):
         or_null = " or null" if types.NoneType in options else ""
         return fitted, ConfigError(where(path, value), "not a finite number", f"{limits or 'a number'}{or_null}")
     if any(_breaks(number, item.metadata) for number in numbers):
@@ -135,7 +135,9 @@ def _type_problem(
     elif typing.get_origin(options[0]) is list and _fit([value], options) is not _MISFIT:
         first = quoted(value) if isinstance(value, str) else written(value)
         rest = _default_list(item)[1:] if _is_number(value) else []  # a number of several: the others as they were
-        write = shlex.quote(f"{path}=[{','.join([first, *map(written, rest)])}]")
+        typed = f"[{','.join([first, *map(written, rest)])}]"
+        # In a list of mappings a key can't be typed alone.
+        write = f"{path}: {typed}" if "[" in path else shlex.quote(f"{path}={typed}")
     return f"must be {' or '.join(nouns)}", allowed if item.metadata.get("choices") or "null" in allowed else "", write
 
 
