@@ -127,11 +127,12 @@ def test_a_dry_run_converts_the_same_layers(command: Commands) -> None:
 @pytest.mark.full
 def test_the_planner_knows_what_it_gains(tmp_path: Path) -> None:
     plan = Commands(tmp_path, "plan", "model.size=8b", "data=synthetic", "data.seq_len=8192", "data.batch_size=128")
-    float8, bf16 = (
+    float8, tensorwise, bf16 = (
         plan("cluster=h100x8", f"precision={precision}").plan["reasons"]["choice"]["chosen"]
-        for precision in ("float8", "bf16-mixed")
+        for precision in ("float8", "float8-tensorwise", "bf16-mixed")
     )
     assert "compile=true" in float8["overrides"]
-    assert 1.1 < bf16["seconds"] / float8["seconds"] < 1.5
+    # torchao has measured 1.1 and 1.25 (docs, workflows/training.md).
+    assert 1.02 < bf16["seconds"] / float8["seconds"] < 1.15 < bf16["seconds"] / tensorwise["seconds"] < 1.4
     told = plan("cluster=a100_80x8", "precision=float8", code=2).screen
     assert "cluster.peak_tflops has no fp8 for a100_80" in told and "precision=bf16-mixed" in told

@@ -55,12 +55,13 @@ layouts, one for each pass. Inputs and weights forward, gradients backward: besi
 the larger the matrices are, the less of the time it is. Of the four layers of a block of 70B on 8 ranks (16,384 rows)
 that makes 1.15, 1.1, 1.5 and 1.4 times the speed of bf16; on an H100 they had 1.1, 1.4, 1.7 and 1.7, forward and
 backward, compiled, one scale for each row (pytorch/ao, pull request 2185)."""
-FP8_ROW_S = 4.7e-12
+FP8_ROW_S = 3.6e-12
 """Device seconds that an element takes longer where each row has a scale: inputs, weights and gradients are needed in
 two layouts, and the rows of the second one are the columns of the first, so that its kernels run against the memory's
 order. Of Llama 3 8B on 8 devices torchao's docs (workflows/training.md; torch 2.7 on H100, 2.9 on B200) have 6,768 and
-8,640 tokens per second with a scale for each row, 7,690 and 10,417 with one for a matrix: about as many seconds for
-an element on either, whatever its memory's bandwidth."""
+8,640 tokens per second with a scale for each row, 7,690 and 10,417 with one for a matrix: 4.7e-12 for an element on
+either, whatever its memory's bandwidth, so that it is the clock that counts; both were limited in power, and an H100 of
+500 W has 0.78 of the clock of one of 700 W under load."""
 FP8_MULTIPLE = 16
 """Of which both sides of a weight must be multiples to be multiplied in fp8."""
 FP8_EAGER_CAST, FP8_EAGER_KERNELS = 40, (33, 77)
