@@ -31,7 +31,6 @@ from autolaunch.data.tokenizers import (
     template_text,
     tokenizer_files,
 )
-from autolaunch.report.readable import counted
 from autolaunch_strategies.config import ConfigError, as_typed
 
 BYTES_VOCABULARY = BYTES_END + 1
@@ -105,7 +104,7 @@ def amount_errors(config: dict[str, Any], where: str, training: int, validation:
         errors.append(
             ConfigError(
                 where,
-                f"{counted(training, 'training sequence')} of {config['seq_len']} tokens, "
+                f"{training} training sequence{'' if training == 1 else 's'} of {config['seq_len']} tokens, "
                 f"fewer than one batch of {batch}",
                 "more data, or a smaller data.batch_size or data.seq_len",
             )

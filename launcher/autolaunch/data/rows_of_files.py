@@ -18,7 +18,6 @@ from autolaunch.data.sources import find_sources
 from autolaunch.data.streams import BLOCK_ROWS, Position, RowStream, Streams
 from autolaunch.data.tokenizers import known_by, load_tokenizer, no_tokenizer, template_text
 from autolaunch.data.windows import Parts
-from autolaunch.report.readable import counted
 from autolaunch_strategies.config import raise_all
 
 
@@ -166,7 +165,8 @@ def left_out(counts: Counts, seq_len: int) -> list[str]:
             counts.split
         ),
     }
-    bad = f"{counted(counts.bad, 'bad row')} left out (data.on_bad=skip), beside {counts.examples:,} good"
+    rows = f"{counts.bad:,} bad row{'' if counts.bad == 1 else 's'}"
+    bad = f"{rows} left out (data.on_bad=skip), beside {counts.examples:,} good"
     return [*([bad] if counts.bad else []), *(f"{count:,} {text}" for text, count in words.items() if count)]
 
 
