@@ -107,9 +107,9 @@ def test_no_optimizer_and_names_of_own_columns(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return None
 
-    with pytest.warns(UserWarning, match="own: what the module logs") as told:
+    with pytest.warns(UserWarning, match="by these names: lr; what the module logs") as told:
         fit(tmp_path, Logging(), max_steps=-1, max_epochs=1)
-    assert sum("column lr" in str(item.message) for item in told) == 1
+    assert sum("by these names: lr;" in str(item.message) for item in told) == 1
 
 
 def test_microbatches_are_averaged_and_only_every_nth_step_is_logged(tmp_path: Path) -> None:

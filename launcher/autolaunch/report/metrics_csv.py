@@ -116,8 +116,8 @@ class MetricsCsv(Logger):
         if taken:
             self._told += taken
             warnings.warn(
-                f"metrics.csv has a column {taken[0]} of autolaunch's own: what the module logs by that name is not in "
-                "it; log it by another name",
+                f"metrics.csv has columns of autolaunch's own by these names: {', '.join(taken)}; what the module logs "
+                "by them is not in it: log it by another name",
                 stacklevel=2,
             )
         self.add({k: v for k, v in metrics.items() if k not in (*COLUMNS, "epoch") and isinstance(v, int | float)})

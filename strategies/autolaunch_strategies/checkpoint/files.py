@@ -28,9 +28,13 @@ WRITING = ".writing"
 """Suffix of a checkpoint directory while it is written."""
 
 REPLACED = ".replaced"
-REMOVED = ".removed"
-BESIDE = (WRITING, REPLACED, REMOVED)
 """Suffix of a checkpoint directory for the moment in which another one takes its place."""
+
+REMOVED = ".removed"
+"""Suffix of a checkpoint directory while it is removed: what is left of it is none."""
+
+BESIDE = (WRITING, REPLACED, REMOVED)
+"""All suffixes of what stands beside checkpoints and is none by its name."""
 
 
 def hash_of(file: Path) -> str:

@@ -209,7 +209,7 @@ class Structures:
 
     def _needed_at_the_end(self, recording: Recording) -> list[Leaf]:
         last = len(self.cutting.stages) - 1
-        return list(recording.needed_behind(_last(self._stages_of(recording), last)))
+        return recording.needed_behind(_last(self._stages_of(recording), last))
 
     def _try(self, leaves: list[Any], spec: Any, batched: tuple[bool, ...], size: int, training: bool) -> Recording:
         assert self.skeleton is not None

@@ -361,8 +361,8 @@ def _part_costs(
     weights = weights + of_experts
     # What is gathered as a copy is cast in shards, which takes a small part of that.
     in_shards = np.where(ways.sharded, part.linear_share * recipe.gathers_casts, 0.0)
-    cast_alone = weights * (1 - in_shards) + of_experts * in_shards
-    cast = cast_alone * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
+    copied = weights * (1 - in_shards) + of_experts * in_shards
+    cast = copied * (recipe.gathered_bytes + recipe.cast_bytes) if recipe.cast_bytes else zero
     gradients = (
         weights * recipe.trained * part.trained * (recipe.gradient_bytes + ways.accumulates * recipe.gradient_bytes)
     )
@@ -379,9 +379,9 @@ def _part_costs(
         scattered, scattered_b = (
             collective_time(hardware, "reduce_scatter", ways.mp, 1, item) for item in (size, wide)
         )
-        copied, copied_b = (device.reordered(*sizes, ways.batch) for sizes in ((wide, size), (size, wide)))
-        reduced = np.where(ways.sequence_parallel, gathered + scattered + copied, reduced)
-        reduced_b = np.where(ways.sequence_parallel, gathered_b + scattered_b + copied_b, reduced_b)
+        ordered, ordered_b = (device.reordered(*sizes, ways.batch) for sizes in ((wide, size), (size, wide)))
+        reduced = np.where(ways.sequence_parallel, gathered + scattered + ordered, reduced)
+        reduced_b = np.where(ways.sequence_parallel, gathered_b + scattered_b + ordered_b, reduced_b)
     mp_f, mp_b = (part.exchanges * item * max(1 - constants.hidden_mp, 0.0) for item in (reduced, reduced_b))
     of_mixtures = zero
     if part.expert_parameters:  # each rank of mp has a part of them; compiled, it gathers the others
