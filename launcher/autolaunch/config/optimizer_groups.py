@@ -24,9 +24,11 @@ def check_groups(config: Mapping[str, Any], where: Where) -> Iterator[ConfigErro
     """What is wrong with `optimizer.groups` and `betas` of a job, whatever its parameters are called."""
     optimizer = config["optimizer"]
     groups = optimizer["groups"]
-    yield from _betas(
-        where("optimizer.betas", optimizer["betas"]), optimizer["betas"], optimizer, "'optimizer.betas={}'"
-    )
+    if (problem := _betas_problem(optimizer["betas"], optimizer)) is not None:
+        # Asked only now: to say where, files are read.
+        yield ConfigError(
+            where("optimizer.betas", optimizer["betas"]), problem, "two numbers", "'optimizer.betas=[0.9,0.95]'"
+        )
     if groups and config["module"] is not None:
         yield ConfigError(
             where("optimizer.groups", groups),
@@ -89,14 +91,12 @@ def _check_group(key: str, group: Mapping[str, Any], optimizer: Mapping[str, Any
             _, error = checked_value(value, fields[name], field_types(Optimizer)[name], path)
             if error is not None:
                 yield error
-            elif name == "betas":
-                yield from _betas(f"{path}={written(value)}", value, optimizer, f"{path}: {{}}")
+            elif name == "betas" and (problem := _betas_problem(value, optimizer)) is not None:
+                yield ConfigError(f"{path}={written(value)}", problem, "two numbers", f"{path}: [0.9,0.95]")
 
 
-def _betas(
-    where: str, betas: Sequence[float] | None, optimizer: Mapping[str, Any], write: str
-) -> Iterator[ConfigError]:
-    """Not the two of adam and adamw; a class of one's own may take another number of them."""
+def _betas_problem(betas: Sequence[float] | None, optimizer: Mapping[str, Any]) -> str | None:
+    """What is wrong with other than two for adam and adamw; a class of one's own may take any number of them."""
     if optimizer["name"] in ("adam", "adamw") and betas is not None and len(betas) != 2:
-        problem = f"{optimizer['name']} averages gradients and their squares: it takes two"
-        yield ConfigError(where, problem, "two numbers", write.format("[0.9,0.95]"))
+        return f"{optimizer['name']} averages gradients and their squares: it takes two"
+    return None

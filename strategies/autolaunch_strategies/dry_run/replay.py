@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autolaunch_strategies.dry_run.likeness import kinds_of
 from autolaunch_strategies.dry_run.trace import GRADIENTS, Trace, local_of
-from autolaunch_strategies.dry_run.trial import Arguments, Like, Output, Trial, Tried, Unlike, opened
+from autolaunch_strategies.dry_run.trial import Arguments, Output, Trial, Tried, opened
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.backward import number_of_backward, version_of
 from autolaunch_strategies.torch_private.modes import without_torch_functions
 from autolaunch_strategies.torch_private.pretended import has_one_owner, keeps_otherwise, reaches_all
+from autolaunch_strategies.tracing.likeness import Like, Unlike, kinds_of
 
 MANY = 6
 """Blocks of one kind from which on trying out costs less than it saves."""

@@ -23,7 +23,6 @@ from autolaunch_strategies.context.parallel import gathering
 from autolaunch_strategies.data_parallel.gradients import gradient_norm, scale_gradients
 from autolaunch_strategies.dry_run.replay import Replays
 from autolaunch_strategies.dry_run.trace import GRADIENTS, KINDS, OPTIMIZER, PARAMETERS, Exchange, Trace
-from autolaunch_strategies.dry_run.trial import Unlike
 from autolaunch_strategies.dry_run.world import PretendedExchange, Way, World
 from autolaunch_strategies.experts.find import countable_mixtures
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
@@ -44,6 +43,7 @@ from autolaunch_strategies.torch_private.pretended import (
     whole_shapes_outside,
 )
 from autolaunch_strategies.torch_private.tracing import fake_tensors
+from autolaunch_strategies.tracing.likeness import Unlike
 from autolaunch_strategies.tracing.step import Step
 from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
 

@@ -10,68 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from autolaunch_strategies.dry_run.trace import Apart, Event, Exchange, Trace, local_of
+from autolaunch_strategies.dry_run.trace import Apart, Event, Exchange, Trace
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.backward import run_backward, version_of
-from autolaunch_strategies.torch_private.meshes import of_local, sharded_as
 from autolaunch_strategies.torch_private.modes import without_autocast
-from autolaunch_strategies.torch_private.tracing import has_no_values
-
-CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-
-
-class Unlike(BaseException):
-    """A block does what can't be said of another one.
-
-    No Exception: user code must not catch it.
-    """
-
-
-@dataclass(frozen=True)
-class Like:
-    """A tensor by everything but its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    sharded: Any = None
-    """Of a DTensor: how; the rest is that of this rank's part."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Like:
-        """As a tensor is.
-
-        Raises:
-            Unlike: it is of a class that nobody here knows.
-        """
-        if isinstance(tensor, DTensor):
-            local = tensor._local_tensor
-            return cls(tuple(local.shape), local.stride(), local.dtype, sharded_as(tensor))
-        if type(tensor) not in (torch.Tensor, nn.Parameter) and not has_no_values(tensor):
-            raise Unlike(f"a tensor is a {type(tensor).__name__}")
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    @classmethod
-    def of_made(cls, tensor: torch.Tensor) -> Like:
-        """As a tensor is that a block made, and all of its storage.
-
-        Raises:
-            Unlike: it is a part of a larger one.
-        """
-        like, local = cls.of(tensor), local_of(tensor)
-        assert local is not None
-        elements = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True))
-        if local.untyped_storage().nbytes() != elements * local.itemsize * (0 not in like.shape):
-            raise Unlike("it makes a part of a larger tensor")
-        return like
-
-    def make(self) -> torch.Tensor:
-        """A new one."""
-        local = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        return local if self.sharded is None else of_local(local, self.sharded)
+from autolaunch_strategies.tracing.likeness import CONSTANTS, Like, Unlike, are_same, attributes_of
 
 
 @dataclass(frozen=True)
@@ -184,7 +129,7 @@ class Trial:
         Raises:
             Unlike: it is not to be said of other blocks.
         """
-        before = _attributes(self.module)
+        before = attributes_of(self.module)
         with self.trace.apart() as apart:
             try:
                 tried = self._run(apart, gradients, there)
@@ -192,7 +137,7 @@ class Trial:
                 raise Unlike(f"{type(error).__name__}: {error}") from error
         if apart.alive:
             raise Unlike(f"{len(apart.alive)} tensors of a block outlive its backward pass")
-        if not _are_same(_attributes(self.module), before):
+        if not are_same(attributes_of(self.module), before):
             raise Unlike("a call changes attributes")
         return tried
 
@@ -434,22 +379,3 @@ def _leaves_behind(start: torch.Tensor) -> set[int]:
             found.add(id(node.variable))
         nodes += [following for following, _ in node.next_functions]
     return found
-
-
-def _attributes(module: nn.Module) -> dict[Any, tuple[Any, int]]:
-    """What a call may not change: attributes, and how much those hold that can be added to."""
-    return {
-        (name, key): (item, len(item) if isinstance(item, list | dict | set) else 0)
-        for name, part in module.named_modules()
-        for key, item in [*vars(part).items(), *part._buffers.items()]
-    }
-
-
-def _are_same(one: dict[Any, tuple[Any, int]], other: dict[Any, tuple[Any, int]]) -> bool:
-    if one.keys() != other.keys():
-        return False
-    pairs = [(one[key], other[key]) for key in one]
-    return all(
-        length == before_length and (item is before or (isinstance(item, CONSTANTS) and item == before))
-        for (item, length), (before, before_length) in pairs
-    )

@@ -11,7 +11,8 @@ the logits of routers. A stage that does not run the unit shows them what arrive
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,13 +23,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from autolaunch_strategies.pipeline.objects import open_dataclasses
+from autolaunch_strategies.pipeline.repeats import PLAIN, MadeLeaf, Repeats, Shows, leaves_nothing, shown_by
 from autolaunch_strategies.pipeline.split import call_name
 from autolaunch_strategies.torch_private.calls import has_forward_hooks, run_call
 from autolaunch_strategies.torch_private.tracing import draws_numbers, storage_key
+from autolaunch_strategies.tracing.likeness import Unlike
 from autolaunch_strategies.tracing.recorder import Observer, Operation, Recorder, parts_intercepted
 from autolaunch_strategies.tracing.shapes import fake_inputs, fake_state, on_shapes_alone
 from autolaunch_strategies.tracing.tensors import Labels, tensors_in
 from autolaunch_strategies.tracing.unreadable import stepping_over
+
+log = logging.getLogger(__name__)
 
 
 class Leaf(NamedTuple):
@@ -43,9 +48,6 @@ _INSIDE = -1
 
 Leaves = frozenset[Leaf]
 _NONE: Leaves = frozenset()
-
-PLAIN = (bool, int, float, str, type(None))
-"""What is no tensor and is the same for every stage."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,8 @@ class Recording:
 def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[str, Any], origin: str = "") -> Recording:
     """Run `model` once on shapes alone (parameters may be on meta). It is left as it was.
 
+    Of many units that are alike a few are run, if that can be.
+
     Args:
         units: names of the modules that are units, none inside of another.
         args, kwargs: what the model is called with; values of tensors are not looked at.
@@ -139,14 +143,13 @@ def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[st
     Raises:
         Exception: whatever the model's forward raises on shapes alone.
     """
-
     open_dataclasses((args, kwargs))
+    parts = {name: model.get_submodule(name) for name in units}
+    glue = {name: module for name, module in model.named_modules() if not is_within(name, units)}
 
-    def attempt(placeholders: Mapping[str, str]) -> Recording:
-        liveness = _Liveness(Recording(origin, untraceable=dict(placeholders)))
+    def attempt(placeholders: Mapping[str, str], repeats: Repeats) -> Recording:
+        liveness = _Liveness(Recording(origin, untraceable=dict(placeholders)), repeats)
         recorder = Recorder(model, [liveness])
-        parts = {name: model.get_submodule(name) for name in units}
-        glue = {name: module for name, module in model.named_modules() if not is_within(name, units)}
         with on_shapes_alone() as drew:
             state = fake_state(model)
             fake_args, fake_kwargs = fake_inputs(args, kwargs)
@@ -158,7 +161,19 @@ def record(model: nn.Module, units: Sequence[str], args: Any, kwargs: Mapping[st
             liveness.recording.may_draw = liveness.has_drawn or drew() or bool(placeholders)
         return liveness.recording
 
-    return stepping_over(model, attempt)
+    repeated: list[Repeats] = []
+
+    def attempt_with_repeats(placeholders: Mapping[str, str]) -> Recording:
+        repeated.append(Repeats(parts))  # placeholders are no difference between units, if all of a class are
+        return attempt(placeholders, repeated[-1])
+
+    try:
+        return stepping_over(model, attempt_with_repeats)
+    except (Unlike, Exception) as reason:
+        if not any(repeats.has_any for repeats in repeated):
+            raise
+        log.debug("every unit is run: %s", reason)
+    return stepping_over(model, lambda placeholders: attempt(placeholders, Repeats({})))
 
 
 def is_within(name: str, units: Iterable[str]) -> bool:
@@ -199,8 +214,8 @@ def _changes_noted(model: nn.Module, glue: Mapping[str, nn.Module], noted: set[t
 class _Liveness(Observer):
     """Follows what unit calls return to everything that needs it."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, repeats: Repeats) -> None:
+        self.recording, self._repeats = recording, repeats
         self.has_drawn = False
         self._current: int | None = None
         """The number of the unit call that is running."""
@@ -214,7 +229,15 @@ class _Liveness(Observer):
         self._draw_count = 0
         self._shown: list[tuple[str, Any]] = []
         """What hooks were shown in the unit call that is running."""
-        self._copying = False
+        self._names: frozenset[str] = frozenset()
+        """Of the parameters."""
+        self._parts: list[str] = []
+        """The modules that were called in the unit call that is running."""
+        self._used: set[str] = set()
+        """The parameters that it used."""
+        self._writes_elsewhere = False
+        """Whether it changed what it has not made."""
+        self._is_unheard = False
         self._given: dict[int, int] = {}
         """The inputs of the model by their memory, numbered."""
         self.buffers: dict[int, str] = {}
@@ -222,6 +245,7 @@ class _Liveness(Observer):
 
     def begin(self, parameters: Mapping[str, torch.Tensor], inputs: Any) -> None:
         """Make known what is there before anything runs."""
+        self._names = frozenset(parameters)
         for name, parameter in parameters.items():
             self._parameters.put(parameter, {name})
         for number, tensor in enumerate(tensors_in(inputs)):
@@ -247,17 +271,26 @@ class _Liveness(Observer):
             del call.shapes[call.spec.num_leaves :], call.from_data[call.spec.num_leaves :]
 
     def module_begins(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        if self._is_unheard:
+            return
         times = self.recording.times
         if name not in times:
             self.recording.executed.append(name)
         times[name] = times.get(name, 0) + 1
+        if self._current is not None:
+            self._parts.append(name)
 
     def module_ends(self, name: str, module: nn.Module, output: Any) -> None:
-        if self._current is not None and has_forward_hooks(module, besides=1):  # the one is the recorder's
+        if (
+            self._current is not None and not self._is_unheard and has_forward_hooks(module, besides=1)
+        ):  # the one is the recorder's
             self._shown.append((name, output))
 
     def unit_call(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run a unit; what it returns has memory of its own."""
+        """Run a unit, or say of it what one that is alike has shown; what it returns has memory of its own."""
         number = self._current = len(self.recording.calls)
         if before := sum(call.unit == name for call in self.recording.calls):
             self.recording.executed.append(call_name(name, before))
@@ -266,25 +299,75 @@ class _Liveness(Observer):
         call = UnitCall(name, self._origins.of(*inputs), tree_flatten(())[1], [], [])
         call.draws = self._draws.of(*inputs)
         self.recording.calls.append(call)
-        output = run_call(module, *args, **kwargs)
-        open_dataclasses(output)
-        leaves, call.spec = tree_flatten(output)
-        self._keep_shown(number, call, len(leaves))
-        self._copying = True
-        # Copies, so that a unit that returns what it was called with has leaves of its own, too.
-        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._copying = False
-        for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
+        key = None if before else self._repeats.key(name, args, kwargs, self._labels)
+        shows = self._repeats.shown(name, key)
+        if shows is None or not self._has_own_parameters(name, shows):
+            leaves, inputs_of = self._run(call, module, args, kwargs, key)
+        else:
+            leaves, inputs_of = self._say_again(call, shows)
+        for place, (leaf, inputs_in_leaf) in enumerate(zip(leaves, inputs_of, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 call.shapes[place] = tuple(leaf.shape)
-                self._origins.put(copy, {Leaf(number, place)})
-                inputs_in_leaf = self._inputs.of(leaf)
+                self._origins.put(leaf, {Leaf(number, place)})
                 call.from_data[place] = bool(inputs_in_leaf)
-                self._inputs.add(copy, inputs_in_leaf)
+                self._inputs.add(leaf, inputs_in_leaf)
             elif not isinstance(leaf, PLAIN):
                 call.objects[place] = leaf
         self._current = None
-        return tree_unflatten(copies, call.spec)
+        return tree_unflatten(leaves, call.spec)
+
+    @contextmanager
+    def _unheard(self) -> Iterator[None]:
+        """Within it nothing is noted."""
+        self._is_unheard = True
+        try:
+            yield
+        finally:
+            self._is_unheard = False
+
+    def _labels(self, tensor: torch.Tensor) -> Hashable:
+        """Where the values of an argument of a unit come from, but for other units."""
+        return self._inputs.of(tensor), self._parameters.of(tensor)
+
+    def _has_own_parameters(self, unit: str, shows: Shows) -> bool:
+        """Whether a unit has parameters of its own where others have: they may be those of somebody else."""
+        return all(f"{unit}.{name}" in self._names for name in shows.parameters)
+
+    def _run(
+        self, call: UnitCall, module: nn.Module, args: Any, kwargs: Mapping[str, Any], key: Hashable
+    ) -> tuple[list[Any], list[frozenset[int]]]:
+        """(copies of what a unit returns, for each the inputs of the model that it comes from)."""
+        if key is not None:
+            with self._unheard():
+                key = key if leaves_nothing(module, args, kwargs) else None
+        given, flops = (call.reads, call.draws), self.recording.costs.get(call.unit, 0.0)
+        self._parts, self._used, self._writes_elsewhere = [], set(), False
+        output = run_call(module, *args, **kwargs)
+        open_dataclasses(output)
+        leaves, call.spec = tree_flatten(output)
+        self._keep_shown(len(self.recording.calls) - 1, call, len(leaves))
+        inputs_of = [self._inputs.of(leaf) if isinstance(leaf, torch.Tensor) else frozenset[int]() for leaf in leaves]
+        with self._unheard():
+            # Copies, so that a unit that returns what it was called with has leaves of its own, too.
+            copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        does_more = self._writes_elsewhere or call.shown or (call.reads, call.draws) != given
+        if key is not None and not does_more:
+            flops = self.recording.costs.get(call.unit, 0.0) - flops
+            self._repeats.note(key, shown_by(call.unit, self._parts, self._used, flops, call.spec, copies, inputs_of))
+        return copies, inputs_of
+
+    def _say_again(self, call: UnitCall, shows: Shows) -> tuple[list[Any], list[frozenset[int]]]:
+        """As `_run`, of a unit that is not run."""
+        for part in shows.parts:
+            self._begin(f"{call.unit}.{part}" if part else call.unit)
+        for name in shows.parameters:
+            self.recording.uses.setdefault(f"{call.unit}.{name}", set()).add(len(self.recording.calls) - 1)
+        self.recording.costs[call.unit] = self.recording.costs.get(call.unit, 0.0) + shows.flops
+        call.spec, places = shows.spec, range(shows.spec.num_leaves)
+        call.shapes, call.from_data = [None for _ in places], [False for _ in places]
+        with self._unheard():
+            leaves = [leaf.make() if isinstance(leaf, MadeLeaf) else leaf for leaf in shows.leaves]
+        return leaves, [leaf.inputs if isinstance(leaf, MadeLeaf) else frozenset() for leaf in shows.leaves]
 
     def _keep_shown(self, number: int, call: UnitCall, returned: int) -> None:
         """Give what hooks were shown in a unit call places behind the `returned` leaves."""
@@ -303,7 +386,7 @@ class _Liveness(Observer):
         self._shown.clear()
 
     def operator(self, operation: Operation) -> None:
-        if self._copying:
+        if self._is_unheard:
             return
         read = dict.fromkeys(storage_key(tensor) for tensor in operation.inputs)
         self._note_parameters(read)
@@ -316,8 +399,10 @@ class _Liveness(Observer):
         # An operator of somebody else's does not say whether it draws.
         self.has_drawn |= random or operator.namespace not in ("aten", "prims")
         if self._current is not None:
-            origins, draws = frozenset({Leaf(self._current, _INSIDE)}), frozenset[int]()
+            inside = Leaf(self._current, _INSIDE)
+            origins, draws = frozenset({inside}), frozenset[int]()
             call = self.recording.calls[self._current]
+            self._writes_elsewhere |= any(inside not in self._origins.of(tensor) for tensor in operation.written)
             self._note_reads(call, read)
             self._note_cost(call.unit, operation)
         else:
@@ -353,6 +438,7 @@ class _Liveness(Observer):
     def _note_parameters(self, keys: Iterable[int]) -> None:
         for name in (name for key in keys for name in self._parameters.at((key,))):
             if self._current is not None:
+                self._used.add(name)
                 self.recording.uses.setdefault(name, set()).add(self._current)
             else:
                 self.recording.glue_uses.setdefault(name, len(self.recording.calls))

@@ -1,17 +1,74 @@
-"""Which blocks are alike: by all that hangs on them, down to functions and what these have closed over."""
+"""Which tensors and blocks are alike: blocks by all that hangs on them, down to functions and what these close over."""
 
 from __future__ import annotations
 
 import functools
 import types
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from autolaunch_strategies.dry_run.trial import CONSTANTS, Like, Unlike
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.torch_private.meshes import of_local, sharded_as
+from autolaunch_strategies.torch_private.tracing import has_no_values
+
+CONSTANTS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Unlike(BaseException):
+    """A block does what can't be said of another one.
+
+    No Exception: user code must not catch it.
+    """
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor by everything but its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    sharded: Any = None
+    """Of a DTensor: how; the rest is that of this rank's part."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Like:
+        """As a tensor is.
+
+        Raises:
+            Unlike: it is of a class that nobody here knows.
+        """
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+            return cls(tuple(local.shape), local.stride(), local.dtype, sharded_as(tensor))
+        if type(tensor) not in (torch.Tensor, nn.Parameter) and not has_no_values(tensor):
+            raise Unlike(f"a tensor is a {type(tensor).__name__}")
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def of_made(cls, tensor: torch.Tensor) -> Like:
+        """As a tensor is that a block made, and all of its storage.
+
+        Raises:
+            Unlike: it is a part of a larger one.
+        """
+        like = cls.of(tensor)
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        elements = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride, strict=True))
+        if local.untyped_storage().nbytes() != elements * local.itemsize * (0 not in like.shape):
+            raise Unlike("it makes a part of a larger tensor")
+        return like
+
+    def make(self) -> torch.Tensor:
+        """A new one."""
+        local = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return local if self.sharded is None else of_local(local, self.sharded)
+
 
 _MOST = 20_000
 """Objects of one block that are looked at."""
@@ -140,3 +197,23 @@ class _Description:
 
     def _closed_over(self, function: types.FunctionType) -> tuple[Hashable, ...]:
         return tuple(self.of(cell.cell_contents) for cell in function.__closure__ or ())
+
+
+def attributes_of(module: nn.Module) -> dict[Any, tuple[Any, int]]:
+    """What a call may not change: attributes, and how much those hold that can be added to."""
+    return {
+        (name, key): (item, len(item) if isinstance(item, list | dict | set) else 0)
+        for name, part in module.named_modules()
+        for key, item in [*vars(part).items(), *part._buffers.items()]
+    }
+
+
+def are_same(one: dict[Any, tuple[Any, int]], other: dict[Any, tuple[Any, int]]) -> bool:
+    """Whether nothing has changed between two looks at `attributes_of` a module; numbers and texts by value."""
+    if one.keys() != other.keys():
+        return False
+    pairs = [(one[key], other[key]) for key in one]
+    return all(
+        length == before_length and (item is before or (isinstance(item, CONSTANTS) and item == before))
+        for (item, length), (before, before_length) in pairs
+    )
