@@ -172,6 +172,13 @@ COMMANDS = [
         id="amount-of-data",
     ),
     pytest.param(
+        ["plan", "cluster=h100x8", "data.seq_len=8192", "data.batch_size=64"],
+        "data.path=null: 56 training sequences of 8192 tokens, fewer than one batch of 64\n"
+        "  allowed: more data, or a smaller data.batch_size or data.seq_len\n"
+        "  write:   data=synthetic",
+        id="planned-with-the-text-that-comes-along",
+    ),
+    pytest.param(
         ["validate", "ckpt_path=last", "output_dir=here"],
         "ckpt_path=last: there is no checkpoint in {cwd}/here/checkpoints\n"
         "  allowed: the path of a checkpoint, or the output_dir of the run that wrote one\n"

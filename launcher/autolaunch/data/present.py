@@ -107,6 +107,8 @@ def amount_errors(config: dict[str, Any], where: str, training: int, validation:
                 f"{training} training sequence{'' if training == 1 else 's'} of {config['seq_len']} tokens, "
                 f"fewer than one batch of {batch}",
                 "more data, or a smaller data.batch_size or data.seq_len",
+                # Nobody has data yet who plans with the text that comes along.
+                "data=synthetic" if where == "data.path=null" else "",
             )
         )
     if validation == 0:

@@ -74,6 +74,8 @@ _MOST = 20_000
 """Objects of one block that are looked at."""
 _OUTSIDE = ("__composable_api", "_compiled_call_impl")
 """Beginnings of names of attributes of a block that are for what stands around its forward."""
+_EMPTY = frozenset(name for name, item in vars(nn.Module()).items() if not item)
+"""Attributes that every module has, and that hold nothing in most."""
 
 
 def kinds_of(blocks: Iterable[Block]) -> dict[Hashable, list[nn.Module]]:
@@ -138,7 +140,10 @@ def _described(block: nn.Module, numbers: set[tuple[str, str]], shared: _Shared)
             tuple(
                 (key, description.of(list(item.values()) if "_hooks" in key and isinstance(item, dict) else item))
                 for key, item in vars(part).items()
-                if (name, key) not in numbers and "state_dict" not in key and (name or not _is_outside(key))
+                if (item or key not in _EMPTY)
+                and (name, key) not in numbers
+                and "state_dict" not in key
+                and (name or not _is_outside(key))
             ),
         )
         for name, part in block.named_modules()
