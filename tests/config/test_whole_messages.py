@@ -172,8 +172,8 @@ COMMANDS = [
         id="amount-of-data",
     ),
     pytest.param(
-        ["plan", "cluster=h100x8", "data.seq_len=8192", "data.batch_size=64"],
-        "data.path=null: 56 training sequences of 8192 tokens, fewer than one batch of 64\n"
+        ["plan", "cluster=h100x8", "data.seq_len=1024", "data.batch_size=1024"],
+        "data.path=null: 455 training sequences of 1024 tokens, fewer than one batch of 1024\n"
         "  allowed: more data, or a smaller data.batch_size or data.seq_len\n"
         "  write:   data=synthetic",
         id="planned-with-the-text-that-comes-along",
