@@ -145,6 +145,8 @@ def _published(row: dict[str, str]) -> Published | None:
     hardware = _hardware(row, devices, stack)
     seconds = _seconds(row, note, profile, recipe, candidate, devices)
     sweep = tuple(row.get(key) or "" for key in ("source", "model", "n_gpus", "gbs", "seq", "gpu", "precision"))
+    if "AsyncTP" in (row.get("note") or ""):  # nothing that could be chosen here
+        sweep += ("AsyncTP",)
     memory = _number(row, "mem_gib", 0) or None
     sends = profile if candidate.sequence_parallel else _model(row, note, sends_over=mp)
     run = Run(sends, recipe, candidate, seconds, hardware)
