@@ -194,19 +194,28 @@ GROUPS: dict[str, dict[str, Callable[[], Any]]] = {
 GROUPS["hand"] = {mask: partial(by_hand, mask) for mask in MASKS}
 
 
-def classes(strategy: dict[str, Any]) -> Any:
+def classes(loss: Any, strategy: dict[str, Any]) -> Any:
     """`model=custom` with labels of which some do not count; the last batch leaves one rank without a sample."""
     pl.seed_everything(1, verbose=False)
     model = torch.nn.Linear(4, 3)
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(17, 4, generator=generator)
     targets = torch.where(torch.arange(17) % 8 >= 4, -100, torch.arange(17) % 3)
-    module = SupervisedModule(model, "cross_entropy", SGD, CONSTANT, -1)
+    module = SupervisedModule(model, loss, SGD, CONSTANT, -1)
     return rows_of(module, list(zip(inputs, targets, strict=True)), strategy)
 
 
-GROUPS["one"]["classes"] = partial(classes, {"mesh": "1"})
-GROUPS["two"]["classes"] = partial(classes, {"mesh": "2", "dp": 3})
+CLASSES: dict[str, Any] = {
+    "cross_entropy": "cross_entropy",
+    "weighted": {
+        "_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1,
+        "weight": {"_target_": "torch.tensor", "data": [1.0, 0.25, 4.0]},
+    },
+}  # fmt: skip
+"""`model.loss` of `classes`."""
+for name, loss in CLASSES.items():
+    GROUPS["one"][f"classes-{name}"] = partial(classes, loss, {"mesh": "1"})
+    GROUPS["two"][f"classes-{name}"] = partial(classes, loss, {"mesh": "2", "dp": 3})
 
 for group, meshes in MESHES.items():
     for mesh in ("1", "dp2-level3", "mp2", "pp2-1f1b", "cp2"):

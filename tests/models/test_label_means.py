@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.label_cases import GROUPS
+from tests.models.label_cases import CLASSES, GROUPS
 from tests.support.ranks import Group, GroupOf, differences
 from tests.support.tiers import spread
 
@@ -73,5 +73,6 @@ def test_routers_learn_what_transformers_teaches_them(hand: Group, one: Group, t
     assert differences(hand.read("routers")["weights"], weights, 1e-5) == []
 
 
-def test_classes_that_do_not_count_and_ranks_without_a_sample(one: Group, two: Group) -> None:
-    assert differences(one.read("classes"), two.read("classes", 1), 1e-5) == []
+@pytest.mark.parametrize("loss", CLASSES)
+def test_classes_that_do_not_count_and_ranks_without_a_sample(one: Group, two: Group, loss: str) -> None:
+    assert differences(one.read(f"classes-{loss}"), two.read(f"classes-{loss}", 1), 1e-5) == []

@@ -129,9 +129,9 @@ A, B, LABELS = torch.ones(6, 3), torch.arange(18.0).view(6, 3), torch.arange(6) 
             id="class",
         ),
         pytest.param(
-            {"_target_": "torch.nn.functional.cross_entropy", "_partial_": True, "reduction": "sum"},
+            {"_target_": "torch.nn.functional.cross_entropy", "_partial_": True, "label_smoothing": 0.1},
             (A, B, LABELS),
-            lambda out: F.cross_entropy(out, LABELS, reduction="sum"),
+            lambda out: F.cross_entropy(out, LABELS, label_smoothing=0.1),
             id="function",
         ),
     ],
@@ -148,6 +148,36 @@ def test_cross_entropy_of_sequences_flattens() -> None:
     torch.testing.assert_close(
         build_loss("cross_entropy")(scores, target), F.cross_entropy(scores.view(6, 5), target.view(6))
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"ignore_index": 2, "label_smoothing": 0.1}, id="smoothed"),
+        pytest.param({"weight": [1.0, 0.5, 3.0, 2.0], "label_smoothing": 0.1}, id="weights"),
+        pytest.param({"_target_": "torch.nn.NLLLoss", "weight": [1.0, 0.5, 3.0, 2.0]}, id="nll"),
+        pytest.param({"_target_": "torch.nn.functional.cross_entropy", "_partial_": True}, id="function"),
+    ],
+)
+def test_losses_of_torch_over_classes_say_over_what_they_are_means(options: dict[str, Any]) -> None:
+    """So that parts of a batch are weighed as the whole one is, and one without any target is no `nan`."""
+    options = {"_target_": "torch.nn.CrossEntropyLoss", **options}
+    if "weight" in options:
+        options["weight"] = {"_target_": "torch.tensor", "data": options["weight"]}
+    module = SupervisedModule(TwoInputs(), options, {}, {}, 1)
+    target = torch.tensor([0, 1, -100 if "ignore_index" not in options else 2, 3, 3, 1])
+    scores = module.model(A, B)
+    expected = build_loss(options)(scores, target)  # type: ignore[misc]  # a loss is built of it
+    torch.testing.assert_close(module._step((A, B, target)), expected)
+    assert module.num_items_in_batch is not None
+    parts = [(A[:4], B[:4], target[:4]), (A[4:], B[4:], target[4:])]
+    counts = torch.stack([module.num_items_in_batch(part) for part in parts])
+    losses = torch.stack([module._step(part) for part in parts])
+    torch.testing.assert_close((losses * counts).sum() / counts.sum(), expected)
+    without = module._step((A[2:3], B[2:3], target[2:3]))
+    without.backward()
+    assert without == 0 and not module.model.linear.weight.grad.any()
 
 
 def test_custom_model_trains(tmp_path: Path) -> None:
@@ -286,6 +316,11 @@ def test_the_rate_changes_with_every_optimizer_step(tmp_path: Path) -> None:
                 write="model.loss=cross_entropy",
             ),
             id="loss",
+        ),
+        pytest.param(
+            lambda: build_loss({"_target_": "torch.nn.MSELoss", "reduction": "sum"}),
+            Told("model.loss.reduction=sum", "mean over a batch", allowed=("mean",), write="model.loss.reduction=mean"),
+            id="loss-of-a-sum",
         ),
         pytest.param(
             lambda: build_loss({"_target_": "torch.nn.L2Loss"}),

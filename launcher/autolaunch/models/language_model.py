@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -257,20 +258,23 @@ class SupervisedModule(OptimizedModule):
     @property
     def num_items_in_batch(self) -> Callable[[Any], Tensor] | None:
         """Over how many targets the loss of a batch is the mean; None where it is taken for one over samples."""
-        return self._count_classes if self.loss is cross_entropy else None
+        return self._count_classes if self.loss is cross_entropy or type(self.loss) in _OVER_CLASSES else None
 
     def _count_classes(self, batch: Any) -> Tensor:
         target = _target(batch)
         if target is None or target.is_floating_point():
             return torch.tensor(_batch_size(batch))
-        return (target != NOT_TRAINED).sum()
+        return (target != NOT_TRAINED).sum() if self.loss is cross_entropy else _count_of(self.loss, target)
 
     def _log_mean(self, name: str, batch: Any) -> None:
-        count = _batch_size(batch) if self.loss is not cross_entropy else int(self._count_classes(batch))
-        self.log(name, self._step(batch), batch_size=count, sync_dist=True)
+        count = _batch_size(batch) if self.num_items_in_batch is None else self._count_classes(batch).item()
+        # Lightning adds up value x batch_size and batch_size, which classes with weights make no whole number.
+        self.log(name, self._step(batch), batch_size=count, sync_dist=True)  # type: ignore[arg-type]
 
     def _step(self, batch: Any) -> Tensor:
         output, target = self._run(batch)
+        if type(self.loss) in _OVER_CLASSES:
+            return _mean_over_classes(self.loss, output, target)
         if self.loss is not None:
             return self.loss(output, target)
         if isinstance(output, Mapping):
@@ -309,9 +313,20 @@ def build_loss(loss: str | Mapping[str, Any]) -> Callable[[Any, Any], Tensor] | 
     """The loss of (output, target) by its name or `_target_`; None for `output`, where the model returns it.
 
     Raises:
-        ConfigError: no such loss, or a `_target_` that cannot be called so.
+        ConfigError: no such loss, one that is no mean, or a `_target_` that cannot be called so.
     """
     if isinstance(loss, Mapping) and "_target_" in loss:
+        if loss.get("reduction") == "sum":
+            raise ConfigError(
+                "model.loss.reduction=sum",
+                "what is trained on is the mean over a batch, however it is shared out; a sum over the samples of a "
+                "rank is another loss on every mesh",
+                "mean",
+                "model.loss.reduction=mean",
+            )
+        over_classes = _CLASSES_OF.get(loss["_target_"])
+        if over_classes is not None and loss.get("_partial_"):
+            loss = {**loss, "_target_": f"torch.nn.{over_classes.__name__}", "_partial_": False}
         return build(loss, "model.loss")
     if loss == "cross_entropy":
         return cross_entropy
@@ -343,6 +358,31 @@ def mean_cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
     # torch's own mean is nan without any, and so would be the gradients of the whole step.
     total = F.cross_entropy(scores.float(), target, reduction="sum")
     return total / (target != NOT_TRAINED).sum().clamp(min=1)
+
+
+_CLASSES_OF: dict[str, type[nn.Module]] = {
+    "torch.nn.functional.cross_entropy": nn.CrossEntropyLoss,
+    "torch.nn.functional.nll_loss": nn.NLLLoss,
+}
+"""Of functions of torch the class that computes the same."""
+_OVER_CLASSES = tuple(_CLASSES_OF.values())
+"""Losses of torch that are means over the targets that they do not ignore, by the weights of their classes."""
+
+
+def _count_of(loss: Any, target: Tensor) -> Tensor:
+    """Over how many targets one of `_OVER_CLASSES` is the mean: with weights of classes, the sum of theirs."""
+    counted = target != loss.ignore_index
+    return counted.sum() if loss.weight is None else loss.weight[target[counted]].sum()
+
+
+def _mean_over_classes(loss: Any, output: Any, target: Tensor) -> Tensor:
+    """What one of `_OVER_CLASSES` says, but 0 where no target counts."""
+    if target.is_floating_point():  # probabilities: a mean over samples
+        return loss(output, target)
+    summed = copy.copy(loss)
+    summed.reduction = "sum"
+    count = _count_of(loss, target)
+    return summed(output, target) / torch.where(count > 0, count, 1)
 
 
 def mse(output: Tensor, target: Tensor) -> Tensor:
