@@ -116,7 +116,7 @@ MESSAGES = {
     "penalty-by-hand": "pp: the loss uses model.blocks.0.up.weight outside of the call of the model",
     "own-backward": "pp with OwnBackward: it overrides `backward`",
     "averaging": "StochasticWeightAveraging: it averages whole weights",
-    "second-order": "pp with LBFGS: its step needs products over all parameters",
+    "second-order": "pp with LBFGS: what it does to one parameter depends on the gradients of others",
     "batch-norm-by-schedule": "pp.loss=microbatch with model.",
     "batch-norm-microbatches": "pp.microbatches=4 pp.loss=exact with model.",
     "sequence-first-microbatches": "pp.microbatches: blocks.3 returns something else for a sample when another one",

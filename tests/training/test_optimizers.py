@@ -9,7 +9,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from autolaunch_strategies.training.optimizers import _BY_ELEMENT, adapt_optimizer, prefer_fused
+from autolaunch.models.muon import Muon
+from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.training.optimizers import (
+    _BY_ELEMENT,
+    adapt_optimizer,
+    check_optimizer_in_stages,
+    prefer_fused,
+)
+from tests.support.messages import Told, assert_only_told
 from tests.support.one_rank import mesh_of_one_rank
 
 
@@ -118,3 +126,115 @@ def test_a_step_that_fails_leaves_the_parameters_in_their_place() -> None:
         optimizer.step()
         torch.testing.assert_close(parameter.full_tensor(), torch.full((4, 3), 1 - 0.001 - 0.1))
         assert optimizer.state.keys() == {parameter}
+
+
+class ClipsTheNorm(torch.optim.SGD):
+    """As LAMB of several libraries: gradients are divided by their norm over all parameters where that is large."""
+
+    def __init__(self, params: Any, lr: float, most: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        gradients = [item.grad for group in self.param_groups for item in group["params"] if item.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(torch.clamp(norm / self.most, min=1.0))
+        super().step()
+        return loss
+
+
+class LearnsItsRate(torch.optim.Optimizer):
+    """As D-adaptation and Prodigy: one distance for all parameters, which grows from a small one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        moved = scale = 0.0
+        for item in (item for group in self.param_groups for item in group["params"] if item.grad is not None):
+            state = self.state[item]
+            state.setdefault("start", item.clone())
+            state.setdefault("sum", torch.zeros_like(item)).add_(item.grad)
+            moved += float(((state["start"] - item) * item.grad).sum())
+            scale += float(state["sum"].abs().sum())
+        for group in self.param_groups:
+            group["d"] = max(group["d"], moved / scale)
+            for item in group["params"]:
+                if item.grad is not None:
+                    item.sub_(group["d"] * item.grad)
+        return loss
+
+
+class ScalesByNorms(torch.optim.Optimizer):
+    """As LAMB and LARS have it: by the norm of each matrix."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for item in group["params"]:
+                if item.grad is not None:
+                    item.sub_(group["lr"] * item.norm() / item.grad.norm() * item.grad)
+        return loss
+
+
+class FindsNoise(torch.optim.AdamW):
+    """One of a user's that is derived from torch's, and has more attributes."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.generator, self.seen = torch.Generator(), {}
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.seen[len(self.seen)] = self.param_groups[0]["lr"]
+        return loss
+
+
+def layers(kind: Any, split: bool, **options: Any) -> torch.optim.Optimizer:
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (3, 3), (5, 3))]
+    return kind([{"params": [item]} for item in parameters] if split else parameters, lr=0.1, **options)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", [ClipsTheNorm, LearnsItsRate, torch.optim.LBFGS])
+def test_an_optimizer_that_joins_parameters_is_refused_in_stages(kind: Any, split: bool) -> None:
+    if kind is torch.optim.LBFGS and split:
+        pytest.skip("it takes no groups")
+    optimizer = layers(kind, split)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps its step, bound to it
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer_in_stages(optimizer)
+    assert_only_told(
+        caught.value, Told(f"pp with {kind.__name__}", "depends on the gradients of others", allowed=("AdamW", "pp"))
+    )
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.Muon, Muon, ScalesByNorms, FindsNoise]
+)
+def test_an_optimizer_that_takes_each_parameter_by_itself_runs_in_stages(kind: Any, split: bool) -> None:
+    """And nothing is left of its trial: neither parameters nor its state nor random numbers."""
+    optimizer = layers(kind, split)
+    random, state = torch.get_rng_state(), dict(optimizer.state)
+    check_optimizer_in_stages(optimizer)
+    assert torch.equal(torch.get_rng_state(), random) and dict(optimizer.state) == state
+    for group in optimizer.param_groups:
+        assert all(torch.equal(item, torch.ones_like(item)) and item.grad is None for item in group["params"])
+
+
+def test_an_optimizer_that_cannot_be_tried_is_believed() -> None:
+    class NeedsMore(torch.optim.SGD):
+        def step(self, closure: Any = None, *, scale: float) -> Any:  # type: ignore[override]
+            raise AssertionError("never called")
+
+    check_optimizer_in_stages(layers(NeedsMore, False))

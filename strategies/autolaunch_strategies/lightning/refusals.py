@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -83,14 +80,3 @@ def refuse_module_in_stages(module: pl.LightningModule, pp: PipelineParallel) ->
             "it overrides `backward`, which stages other than the last, that have no loss, can't run",
             "a module that leaves `backward` to lightning, or a mesh with pp of size 1",
         )
-
-
-def refuse_optimizers_in_stages(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for optimizers whose step needs the parameters of all stages at once."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                f"pp with {type(optimizer).__name__}",
-                "its step needs products over all parameters, of which each stage holds its own",
-                "optimizers that treat each parameter by itself, such as AdamW, or a mesh with pp of size 1",
-            )

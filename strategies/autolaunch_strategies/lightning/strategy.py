@@ -60,7 +60,6 @@ from autolaunch_strategies.lightning.positions import Positions
 from autolaunch_strategies.lightning.refusals import (
     refuse_callbacks,
     refuse_module_in_stages,
-    refuse_optimizers_in_stages,
     refuse_scaler,
 )
 from autolaunch_strategies.lightning.replaced import replace_functions
@@ -77,7 +76,7 @@ from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.structure import BatchDims, samples_in
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
-from autolaunch_strategies.training.optimizers import adapt_optimizer, prefer_fused
+from autolaunch_strategies.training.optimizers import adapt_optimizer, check_optimizer_in_stages, prefer_fused
 from autolaunch_strategies.training.weights import weighed
 
 log = logging.getLogger(__name__)
@@ -734,7 +733,8 @@ class MeshStrategy(ParallelStrategy):
         else:
             with whole_model(pipeline.held) as whole:  # what groups parameters sees those of every stage
                 super().setup_optimizers(trainer)
-                refuse_optimizers_in_stages(self.optimizers)
+                for optimizer in self.optimizers:
+                    check_optimizer_in_stages(optimizer)
                 names = {parameter: name for name, parameter in whole.named_parameters()}
                 self.checkpoints.optimizer_names = [
                     [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]

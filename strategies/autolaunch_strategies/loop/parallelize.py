@@ -51,6 +51,7 @@ from autolaunch_strategies.torch_private.backward import AfterBackward
 from autolaunch_strategies.training.optimizers import (
     adapt_optimizer,
     check_optimizer,
+    check_optimizer_in_stages,
     follow_parameters,
     parameter_names,
 )
@@ -142,6 +143,8 @@ def parallelize_with(
         )
     if optimizer is not None:
         check_optimizer(optimizer, names)
+        if settings.pp is not None:
+            check_optimizer_in_stages(optimizer)
     device = next((parameter.device for parameter in names), torch.device("cpu"))
     ranks = _join(place, settings, device)
     applied = apply_parallelism(model, settings, ranks, device)

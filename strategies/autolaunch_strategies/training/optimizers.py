@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +44,65 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[nn.Paramete
                     f"group {index} has a parameter of shape {tuple(parameter.shape)} that is not the model's",
                     "an optimizer over parameters of the model; put other modules into one model with it",
                 )
+
+
+def check_optimizer_in_stages(optimizer: torch.optim.Optimizer) -> None:
+    """Check that `optimizer` computes the same where each stage of a pipeline has it update its own parameters.
+
+    It is tried on small tensors, one for each parameter: what becomes of some must not depend on gradients of others.
+    An optimizer that can't be tried so is believed.
+
+    Raises:
+        ConfigError: it depends on them, as second-order steps and norms over all parameters do.
+    """
+    if type(optimizer) in _BY_ELEMENT or isinstance(optimizer, _ON_WHOLE):
+        return
+    firsts = [group["params"][0] for group in optimizer.param_groups if group["params"]]
+    try:
+        together = _tried(optimizer, set(_parameters(optimizer)))
+        parts = [_tried(optimizer, {*some}) for some in (firsts, firsts[:1])]
+    except Exception:
+        return
+    for part in parts:
+        for parameter, moved in part.items():
+            if not torch.allclose(moved, together[parameter], rtol=1e-3, atol=0.0, equal_nan=True):
+                raise ConfigError(
+                    f"pp with {type(optimizer).__name__}",
+                    "what it does to one parameter depends on the gradients of others, and each stage has its own "
+                    "parameters alone",
+                    "optimizers that treat each parameter by itself, such as AdamW, or a mesh with pp of size 1",
+                )
+
+
+_TRIED_STEPS = 10
+
+
+def _tried(optimizer: torch.optim.Optimizer, with_gradients: set[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    """By how much a copy of `optimizer` moves small tensors in the place of those `with_gradients` in some steps."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = _parameters(optimizer)
+    values = [torch.rand([2] * item.dim(), generator=generator, dtype=torch.float64) for item in parameters]
+    small = [nn.Parameter(value.clone()) for value in values]
+    copies: dict[int, Any] = {id(parameter): item for parameter, item in zip(parameters, small, strict=True)}
+    tried = object.__new__(type(optimizer))  # of its own deep copy torch leaves out what a class of the user's adds
+    copies[id(optimizer)] = tried
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "step")}  # schedulers wrap it
+    vars(tried).update({key: copy.deepcopy(value, copies) for key, value in own.items()}, state=defaultdict(dict))
+
+    def differentiate(step: int) -> torch.Tensor:
+        for index, (parameter, item) in enumerate(zip(parameters, small, strict=True)):
+            # Large, for what limits a norm; and some go one way, others to and fro, for what measures a distance.
+            gradient = 10 + torch.rand(item.shape, generator=generator, dtype=torch.float64)
+            sign = -1 if index % 2 and step % 2 else 1
+            item.grad = sign * gradient if parameter in with_gradients else None
+        return torch.zeros(())
+
+    with torch.random.fork_rng(devices=[]):  # some draw
+        torch.manual_seed(0)
+        for step in range(_TRIED_STEPS):
+            tried.step(functools.partial(differentiate, step))
+    moved = (item.detach() - value for item, value in zip(small, values, strict=True))
+    return {item: by for item, by in zip(parameters, moved, strict=True) if item in with_gradients}
 
 
 @torch.no_grad()
