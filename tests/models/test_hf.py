@@ -490,6 +490,32 @@ def test_another_shape_is_refused(saved: tuple[Path, torch.nn.Module]) -> None:
         pytest.param(
             "qwen3_5_text", {**USUAL, "layer_types": ["linear_attention", "full_attention"]}, "state", id="linear"
         ),
+        pytest.param(
+            "phi3",
+            {
+                **USUAL,
+                "pad_token_id": None,
+                "original_max_position_embeddings": 4,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [4.0] * 4,
+                },
+            },
+            "more than 4 tokens",
+            id="longrope",
+        ),
+        pytest.param(
+            "llama",
+            {
+                **USUAL,
+                "max_position_embeddings": 4,
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+            },
+            "more than 4 tokens",
+            id="dynamic",
+        ),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -505,10 +531,12 @@ def test_packing_is_refused_where_documents_would_see_each_other(
         check_keeps_documents_apart(model)
     assert_only_told(caught.value, Told("data.packing=documents", why, write="data.packing=none"))
     if device == "cpu":  # and so it is
-        ids, positions = torch.randint(0, 96, (1, 9)), torch.tensor([[*range(4), *range(5)]])
+        ids, positions = torch.randint(0, 96, (1, 9)), torch.tensor([[*range(6), *range(3)]])
         with torch.no_grad():
-            packed, alone = model.eval()(ids, position_ids=positions).logits[:, 4:], model(ids[:, 4:]).logits
+            packed, alone = model.eval()(ids, position_ids=positions).logits[:, 6:], model(ids[:, 6:]).logits
         assert not torch.allclose(packed, alone, atol=1e-6)
+    if why.endswith("tokens"):
+        check_keeps_documents_apart(model, longest=4)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])

@@ -134,7 +134,8 @@ def _around(model: nn.Module, job_config: Mapping[str, Any]) -> MeanLossModule |
         return TaskModule(model, str(task), *rest)
     from autolaunch.models.documents import check_keeps_documents_apart, why_documents_meet
 
-    if job_config["data"].get("packing") == "documents":
-        check_keeps_documents_apart(model)
-    documents_meet = why_documents_meet(model) if "_target_" in job_config["data"] else ""  # they may be packed
-    return LanguageModel(model, *rest, labels=labels_of(job_config["data"]), documents_meet=documents_meet)
+    data = job_config["data"]
+    if data.get("packing") == "documents":
+        check_keeps_documents_apart(model, data["seq_len"])
+    documents_meet = why_documents_meet(model) if "_target_" in data else ""  # they may be packed
+    return LanguageModel(model, *rest, labels=labels_of(data), documents_meet=documents_meet)
