@@ -226,6 +226,10 @@ class Logger(pl.LightningModule):
         losses = nn.functional.cross_entropy(logits, batch[1], reduction="none")
         size = int(counted.sum())
         self.log("masked", losses[counted].mean(), on_step=False, on_epoch=True, batch_size=size, sync_dist=True)
+        weights = 0.1 + 0.3 * batch[1]
+        total: Any = float(weights.sum())  # no whole number
+        mean = (losses * weights).sum() / total
+        self.log("weighted", mean, on_step=False, on_epoch=True, batch_size=total, sync_dist=True)
         if batch_idx % 2:
             self.log("odd", loss, on_step=False, on_epoch=True, sync_dist=True)
         self.train_accuracy(logits, batch[1])

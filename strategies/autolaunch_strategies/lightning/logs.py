@@ -25,7 +25,7 @@ class LogCall:
     name: str
     value: Tensor | float | None
     options: dict[str, Any]
-    batch_size: int | None = None
+    batch_size: float | None = None
     path: str | None = None
     returned_by: str | None = None
     """The path of the metric of which `value` is what its call returned."""

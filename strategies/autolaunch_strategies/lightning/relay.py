@@ -231,7 +231,7 @@ class StageRelay:
         batch_size = options.pop("batch_size", None)
         if options.pop("sync_dist_group", None) is not None:
             self.warn_once("sync_dist_group", "sync_dist_group has no effect with pp: values are reduced over dp")
-        record = LogCall(name, None, options, None if batch_size is None else int(batch_size))
+        record = LogCall(name, None, options, None if batch_size is None else _number(batch_size))
         if isinstance(value, Metric):
             record.path = next((path for path, metric in self._metrics() if metric is value), None)
             batch_value = value._forward_cache
@@ -249,7 +249,7 @@ class StageRelay:
 
     def _pack(
         self, records: Sequence[LogCall], extra: Mapping[str, Tensor | int]
-    ) -> tuple[Structure, list[Any], list[int]]:
+    ) -> tuple[Structure, list[Any], list[float]]:
         entries, values, numbers = [], [], []
         for record in records:
             dtype = type_of(record.value)
@@ -273,7 +273,7 @@ class StageRelay:
             further.append((name, item.dtype if isinstance(item, Tensor) else None))
         return (tuple(entries), tuple(further)), values, numbers
 
-    def _replay(self, structure: Structure, values: Tensor, numbers: Sequence[int]) -> dict[str, Any]:
+    def _replay(self, structure: Structure, values: Tensor, numbers: Sequence[float]) -> dict[str, Any]:
         scalars, counts = iter(values.unbind()), iter(numbers)
         entries, extras = structure
         for entry in entries:
@@ -345,3 +345,9 @@ class StageRelay:
         flag = torch.tensor(int(condition), device=host_device(self.device, self.group))
         dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
         return bool(flag)
+
+
+def _number(batch_size: Any) -> float:
+    """A `batch_size` as it was logged: a sum of weights need not be whole."""
+    number = float(batch_size)
+    return int(number) if number.is_integer() else number

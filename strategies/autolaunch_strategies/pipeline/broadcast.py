@@ -20,7 +20,7 @@ class StageBroadcast:
     """Broadcasts from the last stage. Every call is collective over `group`; what other ranks pass is ignored.
 
     Values stay on the device, and nobody waits for it. What the host needs travels between hosts: [number of the
-    structure, whole numbers...]. Messages are always as long as the longest structure known to all needs: the receivers
+    structure, numbers...]. Messages are always as long as the longest structure known to all needs: the receivers
     have to know their length beforehand. Where the device is the host, both are one message.
 
     Args:
@@ -37,8 +37,8 @@ class StageBroadcast:
         self._most_values = self._most_numbers = 0
 
     def values(
-        self, structure: Hashable = None, values: Sequence[Tensor | float] = (), numbers: Sequence[int] = ()
-    ) -> tuple[Any, Tensor, list[int]]:
+        self, structure: Hashable = None, values: Sequence[Tensor | float] = (), numbers: Sequence[float] = ()
+    ) -> tuple[Any, Tensor, list[float]]:
         """A structure, which says what the rest is, values, [n] in fp64 on the device, and numbers, on every rank.
 
         There may be more values and numbers than were sent. More is sent when the structure is a new one.
@@ -60,8 +60,8 @@ class StageBroadcast:
         return objects[0]
 
     def _send(
-        self, structure: Hashable, values: Sequence[Tensor | float], numbers: Sequence[int]
-    ) -> tuple[Hashable, Tensor, list[int]]:
+        self, structure: Hashable, values: Sequence[Tensor | float], numbers: Sequence[float]
+    ) -> tuple[Hashable, Tensor, list[float]]:
         content = torch.zeros(0, dtype=torch.float64, device=self.device)
         if values:
             content = torch.stack([self._value(value) for value in values])
@@ -75,8 +75,8 @@ class StageBroadcast:
             self._exchange([place, *numbers], content)
         return structure, content, list(numbers)
 
-    def _receive(self) -> tuple[Hashable, Tensor, list[int]]:
-        (place, *numbers), content = self._exchange()
+    def _receive(self) -> tuple[Hashable, Tensor, list[float]]:
+        place, numbers, content = self._exchange()
         if place == _FAILED:
             raise self.object()
         if place != _NEW:
@@ -92,8 +92,8 @@ class StageBroadcast:
             return value.to(self.device, torch.float64)
         return torch.full((), value, dtype=torch.float64, device=self.device)
 
-    def _exchange(self, header: Sequence[int] = (), content: Tensor | None = None) -> tuple[list[int], Tensor]:
-        """(the place of a structure and the numbers, the values) that the last stage passes here."""
+    def _exchange(self, header: Sequence[float] = (), content: Tensor | None = None) -> tuple[int, list[float], Tensor]:
+        """(the place of a structure, the numbers, the values) that the last stage passes here."""
         sent = torch.zeros(1 + self._most_numbers, dtype=torch.float64)
         sent[: len(header)] = torch.tensor(header, dtype=torch.float64)
         values = torch.zeros(self._most_values, dtype=torch.float64, device=self.device)
@@ -105,10 +105,10 @@ class StageBroadcast:
             sent, values = packet.split([len(sent), len(values)])
         else:
             self._broadcast(sent)
-        place, *numbers = map(int, sent.tolist())
+        place, *numbers = (int(number) if number.is_integer() else number for number in sent.tolist())
         if place >= 0 and self._host != self.device:
             self._broadcast(values)
-        return [place, *numbers], values
+        return place, numbers, values
 
     def _learn(self, structure: Hashable, values: int, numbers: int) -> None:
         if len(self._structures) < _MOST_KNOWN_STRUCTURES:  # names with numbers in them would never end
