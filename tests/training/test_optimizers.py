@@ -238,3 +238,36 @@ def test_an_optimizer_that_cannot_be_tried_is_believed() -> None:
             raise AssertionError("never called")
 
     check_optimizer_in_stages(layers(NeedsMore, False))
+
+
+class JoinsMatrices(torch.optim.Optimizer):
+    """Keeps a plain matrix beside each parameter, as Shampoo does; torch can't add it to a sharded one."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for item in self.param_groups[0]["params"]:
+            item.sub_(torch.eye(len(item)) @ item.grad)
+        return loss
+
+
+def test_an_optimizer_that_fails_on_sharded_parameters_says_what_can_be_done() -> None:
+    def fails() -> None:
+        raise RuntimeError("the model's own DTensor")
+
+    with mesh_of_one_rank() as mesh:
+        parameter = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+        optimizer = JoinsMatrices([parameter], lr=0.1)
+        adapt_optimizer(optimizer)
+        parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        assert_only_told(
+            caught.value,
+            Told("optimizer=JoinsMatrices", "sharded parameters", allowed=("dp=ddp without mp", "torch")),
+        )
+        with pytest.raises(RuntimeError, match="the model's own"):
+            optimizer.step(fails)

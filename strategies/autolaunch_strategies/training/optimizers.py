@@ -89,7 +89,7 @@ def _tried(optimizer: torch.optim.Optimizer, with_gradients: set[torch.Tensor]) 
     own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "step")}  # schedulers wrap it
     vars(tried).update({key: copy.deepcopy(value, copies) for key, value in own.items()}, state=defaultdict(dict))
 
-    def differentiate(step: int) -> torch.Tensor:
+    def differentiate(step: int) -> Any:
         for index, (parameter, item) in enumerate(zip(parameters, small, strict=True)):
             # Large, for what limits a norm; and some go one way, others to and fro, for what measures a distance.
             gradient = 10 + torch.rand(item.shape, generator=generator, dtype=torch.float64)
@@ -130,6 +130,9 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:
     on_whole = isinstance(optimizer, _ON_WHOLE)
     if not on_whole and type(optimizer) not in _BY_ELEMENT:
         _run_per_parameter(optimizer)
+        explains = _ExplainsFailures()
+        _before_updates(optimizer, explains.begin)
+        _where_updates_fail(optimizer, explains.end)
         return
     placeholders = _Placeholders(on_whole)
     _before_updates(optimizer, placeholders.put)
@@ -181,7 +184,9 @@ def _before_updates(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim
     optimizer.register_step_pre_hook(enter)
 
 
-def _where_updates_fail(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], None]) -> None:
+def _where_updates_fail(
+    optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer, BaseException], None]
+) -> None:
     """Have `act` called where a step raises, which calls none of its hooks: whoever catches that may go on."""
     step: Any = getattr(optimizer.step, "__func__", optimizer.step)  # a function where a scheduler has wrapped it
     takes_self, known = step is not optimizer.step, weakref.ref(optimizer)
@@ -192,12 +197,39 @@ def _where_updates_fail(optimizer: torch.optim.Optimizer, act: Callable[[torch.o
         assert optimizer is not None
         try:
             return step(*([optimizer] if takes_self else []), *args, **kwargs)
-        except BaseException:
-            act(optimizer)
+        except BaseException as error:
+            act(optimizer, error)
             raise
 
     # A method, since schedulers wrap only such; bound to a proxy, or the optimizer would hold itself and its memory.
     optimizer.step = types.MethodType(guarded, weakref.proxy(optimizer))  # type: ignore[method-assign]
+
+
+class _ExplainsFailures:
+    """Says what can be done with an optimizer of which torch can't run an operation on sharded parameters."""
+
+    _WORDS = ("DTensor", "sharding", "Sharding", "different meshes")
+
+    def __init__(self) -> None:
+        self._updates = False
+        """Whether gradients are there: what a closure raised is the model's."""
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self._updates = True
+
+    def end(self, optimizer: torch.optim.Optimizer, error: BaseException) -> None:
+        updates, self._updates = self._updates, False
+        if not (updates and isinstance(error, RuntimeError) and any(word in str(error) for word in self._WORDS)):
+            return
+        sharded = [parameter for parameter in _parameters(optimizer) if isinstance(parameter, DTensor)]
+        axes = {name for parameter in sharded for name in parameter.device_mesh.mesh_dim_names or ()}
+        others = sorted(axes & {"mp", "ep"})  # dp=ddp shards none along cp either
+        raise ConfigError(
+            f"optimizer={type(optimizer).__name__}",
+            f"its step can't be run on sharded parameters: {str(error).splitlines()[0]}",
+            "dp=ddp" + f" without {' and '.join(others)}" * bool(others) + ", which shards none; an optimizer of torch",
+            "" if others else "dp=ddp",
+        ) from error
 
 
 @torch.no_grad()
