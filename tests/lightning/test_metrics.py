@@ -6,11 +6,15 @@ import warnings
 from types import SimpleNamespace
 from typing import Any, cast
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import torchmetrics
 from torch import nn
+from torch.utils.data import DataLoader
 
-from autolaunch_strategies.lightning.metrics import StepValues, uncounted
+from autolaunch_strategies import MeshStrategy
+from autolaunch_strategies.lightning.metrics import StepValues, place_metrics, uncounted
 
 
 def test_whether_a_metric_joins_by_step_is_none_of_its_states() -> None:
@@ -19,6 +23,16 @@ def test_whether_a_metric_joins_by_step_is_none_of_its_states() -> None:
         metric.dist_sync_on_step = True
         metric.update(1.0)
     assert metric.dist_sync_on_step and metric.update_count == 0
+
+
+def test_states_go_where_the_module_computes_and_what_is_held_beside_them_stays() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), torchmetrics.MeanMetric())
+    module[1].inner = nn.Linear(2, 2)
+    place_metrics(module, torch.device("meta"))
+    assert module[1].mean_value.is_meta and module[1].device.type == "meta"
+    assert not module[0].weight.is_meta and not module[1].inner.weight.is_meta
+    module[1].reset()
+    assert module[1].mean_value.is_meta, "after an epoch, too"
 
 
 class Steps:
@@ -61,3 +75,30 @@ def test_a_step_that_fails_leaves_metrics_as_they_were() -> None:
     with pytest.raises(ZeroDivisionError), steps.values.joined(steps.module):
         raise ZeroDivisionError
     assert not steps.metric.dist_sync_on_step
+
+
+class ConfiguredLate(pl.LightningModule):
+    """Built without memory, as every module on the command line: a metric, and tensors that are no buffers."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layer"):
+            self.layer, self.metric = nn.Linear(2, 4), torchmetrics.classification.MulticlassAccuracy(4)
+            self.scale = {"by": torch.tensor([1.0, 2.0])}
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        scores = self.layer(batch * self.scale["by"])
+        self.metric(scores, torch.zeros(len(batch), dtype=torch.int64))
+        self.log("accuracy", self.metric, on_step=False, on_epoch=True)
+        return scores.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_module_that_is_built_without_memory_keeps_its_metrics_and_tensors() -> None:
+    trainer = pl.Trainer(
+        strategy=MeshStrategy("1"), accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(ConfiguredLate(), DataLoader(torch.randn(8, 2).unbind(), 4))  # type: ignore[arg-type]
+    assert 0 <= trainer.callback_metrics["accuracy"] <= 1

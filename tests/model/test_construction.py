@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -167,3 +168,34 @@ def test_what_is_converted_afterwards_has_the_values_of_its_constructor() -> Non
     materialise(module, torch.device("cpu"), construction)
     assert torch.equal(module.scale, torch.full((3,), 0.3).bfloat16())
     assert torch.equal(module.shift, torch.arange(3.0).bfloat16())
+
+
+def test_tensors_that_are_neither_parameters_nor_buffers_are_made_for_real() -> None:
+    class Schedule:
+        def __init__(self) -> None:
+            self.betas, self.kept = torch.linspace(0, 1, 5), {"steps": [torch.arange(3), "linear"]}
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.schedule = nn.Linear(2, 2), Schedule()
+            self.register_buffer("mask", torch.ones(2))
+            self.pair = (torch.ones(2), 3)
+            self.again = self.pair[0]
+            self.prior = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+            self.named = [self.layer.weight, self.mask]
+            self.me = self
+            self.owner: list[Any] = []
+
+    construction, owner = Construction(0), [torch.empty(0)]
+    with construction.recording():
+        module = Plain()
+        owner[:] = [torch.ones(2)]
+    module.owner = owner
+    construction.settle(module, leave=[owner])
+    assert module.schedule.betas.tolist() == [0, 0.25, 0.5, 0.75, 1]
+    assert module.schedule.kept["steps"][0].tolist() == [0, 1, 2] and module.schedule.kept["steps"][1] == "linear"
+    assert module.pair[0].tolist() == [1, 1] and module.again is module.pair[0] and module.pair[1] == 3
+    assert module.prior.log_prob(torch.zeros(2)).device.type == "cpu"
+    assert module.named[0] is module.layer.weight and module.layer.weight.is_meta and module.mask.is_meta
+    assert owner[0].is_meta, "what is left out stays as it is"

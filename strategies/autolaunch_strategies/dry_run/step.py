@@ -126,6 +126,7 @@ def _pretend(training: Training, rank: int, world: World, until: Way | None, rep
         with precision.module_init_context():
             module, construction = training.build()
         if construction is not None:
+            construction.settle(module)
             construction.remember(module)  # by tensors that are not fake yet
             construction.gives_shapes_alone = True
         stack.enter_context(world.heard_by_a_rank(until))

@@ -30,6 +30,17 @@ class _HereOnly(Replacement):
         return self
 
 
+def place_metrics(module: nn.Module, device: torch.device) -> None:
+    """Move the states of every metric of a module to `device`: they are no buffers, so that nothing else would."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) or tensor.is_meta else tensor.to(device)
+
+    for metric in module.modules():
+        if isinstance(metric, Metric) and metric.device != device:
+            metric._apply(moved)
+
+
 def exchange_metrics_over(group: dist.ProcessGroup | None, module: nn.Module) -> None:
     """Let every torchmetrics metric of a module exchange its state over `group`, and not over all ranks.
 

@@ -53,7 +53,7 @@ from autolaunch_strategies.lightning.first_step import FirstStep
 from autolaunch_strategies.lightning.gradient_norms import replace_grad_norm
 from autolaunch_strategies.lightning.hooks import gradients_are_read
 from autolaunch_strategies.lightning.items import ItemCounts
-from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over
+from autolaunch_strategies.lightning.metrics import StepValues, exchange_metrics_over, place_metrics
 from autolaunch_strategies.lightning.monitored import MonitoredLogs
 from autolaunch_strategies.lightning.place import Place
 from autolaunch_strategies.lightning.positions import Positions
@@ -453,7 +453,9 @@ class MeshStrategy(ParallelStrategy):
         if self._layer_sync and fitting:
             module = cast(pl.LightningModule, self._layer_sync.apply(module))
         if self.construction is not None:
+            self.construction.settle(module, leave=[module.trainer])
             self.construction.remember(module)
+        place_metrics(module, self.root_device)
         with _constants_kept(module, self.precision_plugin):
             self.precision_plugin.convert_module(module)
         # Without training, too: the next Trainer may train. In compiled mixtures what counts breaks graphs of blocks.

@@ -9,9 +9,10 @@ rank makes, nor in which order. Deferred initialisation of this kind is known fr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ from autolaunch_strategies.torch_private.tracing import (
 
 _OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "bernoulli_"}
 """In-place operators after which nothing of the old values is left."""
+
+_WITHOUT_TENSORS = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, torch.Size)
+_NO_PARTS = (nn.Module, type, FunctionType, ModuleType)
+"""Of objects that a module holds: what has no tensors in it, and what is not looked into."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,44 @@ class Construction:
         """
         assert self.knows(tensor) and _covers_its_memory(tensor), "the tensor is a part of another one"
         self._given[storage_key(tensor)] = lambda: read().to(tensor.dtype)
+
+    def settle(self, module: nn.Module, leave: Iterable[Any] = ()) -> None:
+        """Make the recorded tensors for real, on the CPU, that are neither parameters nor buffers of `module`.
+
+        Attributes of modules, and what is held by containers and objects in them: states of metrics, noise schedules,
+        distributions. Nobody else would: they are in no `state_dict`, and `Module.to` doesn't move them.
+
+        Args:
+            leave: objects that a module refers to, and that are no part of it.
+        """
+        named = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        seen = {id(item) for item in leave}
+
+        def settled(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                plain = id(value) not in named and not value.requires_grad and self.knows(value)
+                return made.setdefault(id(value), self.tensor(value)) if plain else value
+            if type(value) in _WITHOUT_TENSORS or id(value) in seen or isinstance(value, _NO_PARTS):
+                return value
+            if isinstance(value, tuple):
+                parts = [settled(part) for part in value]
+                if all(part is old for part, old in zip(parts, value, strict=True)):
+                    return value
+                return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            seen.add(id(value))
+            if isinstance(value, list):
+                value[:] = [settled(part) for part in value]
+            elif isinstance(value, dict):
+                value.update({key: settled(part) for key, part in value.items()})
+            if hasattr(value, "__dict__"):
+                settled(vars(value))
+            return value
+
+        made: dict[int, torch.Tensor] = {}
+        for part in module.modules():
+            for name, value in vars(part).items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    vars(part)[name] = settled(value)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
