@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from autolaunch_strategies import ColWiseParallel, ConfigError, ProcessMesh, get_mesh, parallelize, set_mesh
+from autolaunch_strategies import (
+    ColWiseParallel,
+    ConfigError,
+    MeshShape,
+    ProcessMesh,
+    get_mesh,
+    parallelize,
+    set_mesh,
+)
+from autolaunch_strategies.loop.process_mesh import process_mesh
 from tests import ROOT
 from tests.support.ranks import Group, GroupOf, Ranks, python, start, torchrun
 from tests.support.tiers import but_one_in, in_turn, tiered
@@ -229,13 +238,28 @@ def test_example_on_eight_processes() -> None:
 ONE = ProcessMesh([[0]], ["dp", "mp"])
 
 
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        (2, [[[[0]], [[1]]]]),
+        ("1x2", [[[[0, 1]]]]),
+        ("dp-1xmp2", [[[[0, 1]], [[2, 3]]]]),
+        (MeshShape(pp=2), [[[[0]]], [[[1]]]]),
+    ],
+)
+def test_a_shape_is_a_mesh(shape: Any, ranks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert process_mesh(shape) == ProcessMesh(ranks, ["pp", "dp", "cp", "mp"])
+
+
 @pytest.mark.parametrize("config", [None, {}, {"dp_config": None}])
 def test_nothing_to_do(config: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with caplog.at_level(logging.WARNING):
         assert parallelize(model, optimizer, None, config) == (model, optimizer)
-    told = "parallelize: the config has none of dp_config, mp_config, pp_config, cp_config, ep; nothing is done"
+    told = "parallelize: the config has none of dp_config, mp_config, pp_config, cp_config, ep; nothing is done "
+    told += "(dp_config={'sharding_level': 3} shards over dp)"
     assert [record.getMessage() for record in caplog.records] == ([] if config is None else [told])
 
 
@@ -251,9 +275,10 @@ def test_nothing_to_do(config: Any, caplog: pytest.LogCaptureFixture) -> None:
                      "  allowed: a mesh with 'cp' among its dim_names", id="no cp"),
         pytest.param(None, {"dp_config": {}}, "mesh: there is none\n"
                      "  allowed: parallelize(mesh=...) or set_mesh before\n"
-                     '  write:   set_mesh(ProcessMesh([0, 1], ["dp"]))', id="no mesh"),
-        pytest.param("2x2", {"dp_config": {}}, "mesh: not a mesh with named dims: '2x2'\n"
-                     "  allowed: ProcessMesh, or DeviceMesh with mesh_dim_names", id="mesh type"),
+                     '  write:   parallelize(..., mesh="2x2")', id="no mesh"),
+        pytest.param([2], {"dp_config": {}}, "mesh: not a mesh with named dims: [2]\n"
+                     '  allowed: a shape (8, "4x2", "dp4xmp2"), ProcessMesh, or DeviceMesh with mesh_dim_names',
+                     id="mesh type"),
         pytest.param(ProcessMesh([0], ["mp"]), {"dp_config": {}}, "dp_config: ProcessMesh(mp=1, ranks=[0]) has no axis "
                      "dp\n  allowed: a mesh with 'dp' among its dim_names", id="no dp"),
         pytest.param(ProcessMesh([0], ["dp"]), {"mp_config": {}}, "mp_config: ProcessMesh(dp=1, ranks=[0]) has no axis "

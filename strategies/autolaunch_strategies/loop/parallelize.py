@@ -68,7 +68,7 @@ _GATHERING: list[GathersOnUse] = []
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    mesh: ProcessMesh | DeviceMesh | None = None,
+    mesh: str | int | ProcessMesh | DeviceMesh | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Turn a model and an optimizer for one device into parallel ones, in place. Every rank calls it.
@@ -100,7 +100,8 @@ def parallelize(
         model: any module that holds its values; the same object is returned.
         optimizer: any of torch's except LBFGS, over parameters of `model`. Groups, their options, state and schedulers
             are kept. One made afterwards, from the parallel model's parameters, works as well.
-        mesh: by default what `set_mesh` was given; another one takes its place.
+        mesh: a shape (8, "4x2", "dp4xmp2"), a ProcessMesh or a DeviceMesh with named dims; by default what `set_mesh`
+            was given. Another one takes its place.
         config: any of ``dp_config={"sharding_level": 0..3}`` (and the other fields of `DataParallel`),
             ``mp_config={"parallelize_plan": {pattern: style or [style, ...]}}`` and
             ``pp_config={"split_spec": prefix, list or {name: SplitPoint.END}, "global_spec": name or list}``
@@ -119,7 +120,11 @@ def parallelize(
     chosen = _checked(config)
     if not chosen:
         if config is not None:
-            log.warning("parallelize: the config has none of %s; nothing is done", ", ".join(_KEYS))
+            log.warning(
+                "parallelize: the config has none of %s; nothing is done "
+                "(dp_config={'sharding_level': 3} shards over dp)",
+                ", ".join(_KEYS),
+            )
         return model, optimizer
     place = _mesh(mesh)
     return parallelize_with(model, optimizer, place, _settings(chosen, place))
@@ -233,7 +238,7 @@ def _mesh(mesh: Any) -> ProcessMesh:
     known = get_mesh()
     if mesh is None and known is None:
         raise ConfigError(
-            "mesh", "there is none", "parallelize(mesh=...) or set_mesh before", 'set_mesh(ProcessMesh([0, 1], ["dp"]))'
+            "mesh", "there is none", "parallelize(mesh=...) or set_mesh before", 'parallelize(..., mesh="2x2")'
         )
     if mesh is None:
         assert known is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autolaunch_strategies.config import AXES, AXIS_SPELLINGS, ConfigError, MeshShape
+from autolaunch_strategies.config import AXES, AXIS_SPELLINGS, ConfigError, MeshShape, parse_mesh
 
 _ALLOWED = "dp, mp (or tp), pp, cp, each once"
 
@@ -108,7 +109,7 @@ _GLOBAL: list[ProcessMesh] = []
 
 
 def set_mesh(mesh: Any) -> None:
-    """Make `mesh` (a ProcessMesh, or torch's DeviceMesh with named dims) what `parallelize` uses if it gets none."""
+    """Make `mesh` (what `parallelize` takes) that which it uses if it gets none."""
     _GLOBAL[:] = [process_mesh(mesh)]
 
 
@@ -118,18 +119,29 @@ def get_mesh() -> ProcessMesh | None:
 
 
 def process_mesh(mesh: Any) -> ProcessMesh:
-    """`mesh` as a ProcessMesh: it is one, or torch's DeviceMesh with named dims.
+    """`mesh` as a ProcessMesh: it is one, a shape as MeshStrategy takes it, or torch's DeviceMesh with named dims.
+
+    Of a shape all four axes are there, and one size may be -1: what the processes that were started leave.
 
     Raises:
-        ConfigError: neither of them.
+        ConfigError: none of them, or not a shape.
     """
     if isinstance(mesh, ProcessMesh):
         return mesh
-    ranks, names = getattr(mesh, "mesh", None), getattr(mesh, "mesh_dim_names", None)
-    if ranks is None or not names:
+    if isinstance(mesh, str | int | MeshShape):
+        shape = mesh if isinstance(mesh, MeshShape) else parse_mesh(mesh)
+        shape = shape.resolve(int(os.environ.get("WORLD_SIZE", "1")))
+        ranks: list[Any] = list(range(shape.size))
+        for axis in reversed(shape.order[1:]):
+            ranks = [ranks[start : start + shape.sizes[axis]] for start in range(0, len(ranks), shape.sizes[axis])]
+        return ProcessMesh(ranks, shape.order)
+    places, names = getattr(mesh, "mesh", None), getattr(mesh, "mesh_dim_names", None)
+    if places is None or not names:
         raise ConfigError(
-            "mesh", f"not a mesh with named dims: {mesh!r}", "ProcessMesh, or DeviceMesh with mesh_dim_names"
+            "mesh",
+            f"not a mesh with named dims: {mesh!r}",
+            'a shape (8, "4x2", "dp4xmp2"), ProcessMesh, or DeviceMesh with mesh_dim_names',
         )
-    mesh = ProcessMesh(ranks.tolist(), names)
+    mesh = ProcessMesh(places.tolist(), names)
     assert math.prod(mesh.shape) == mesh.size
     return mesh
