@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
 from autolaunch import cli
+from autolaunch.config.against_schema import field_types
 from autolaunch.config.command_line import parse
-from autolaunch.config.slips import slip
+from autolaunch.config.compose import compose
+from autolaunch.config.schema import Job
+from autolaunch.config.slips import _LINES, shape_meant, slip
 from autolaunch_strategies.config import ConfigError
 
 
@@ -24,6 +28,24 @@ from autolaunch_strategies.config import ConfigError
         ("trainer.strategy=deepspeed_stage_3", "dp=fsdp"),
         ("trainer.strategy=horovod", ""),
         ("model.size=8b", None),
+        ("mesh.tp=2", "mesh.mp=2"),
+        ("parallelism.tensor_parallel_degree=2", "mesh=mp2"),
+        ("num_processes=8", "mesh=8"),
+        ("data_parallel_replicate_degree=2", "dp=hsdp dp.replicate=2"),
+        ("zero_stage=2", "dp=zero2"),
+        ("zero_optimization.stage=3", "dp=fsdp"),
+        ("fsdp=shard_grad_op", "dp=zero2"),
+        ("bf16=true", "precision=bf16-mixed"),
+        ("mixed_precision=fp8", "precision=float8"),
+        ("activation_checkpoint.mode=selective", "recompute=selective"),
+        ("gradient_checkpointing=true", "recompute=full"),
+        ("training.steps=100", "trainer.max_steps=100"),
+        ("gradient_accumulation_steps=4", "data.microbatches=4"),
+        ("per_device_train_batch_size=4", "data.batch_size=..."),
+        ("lr_scheduler_type=constant_with_warmup", "scheduler=constant"),
+        ("report_to=wandb", "logger=wandb"),
+        ("model=meta-llama/Llama-3-8B", "model=hf model.path=meta-llama/Llama-3-8B"),
+        ("job.config_file=llama3_8b.toml", None),
     ],
 )
 def test_keys_of_other_tools(typed: str, write: str | None) -> None:
@@ -63,12 +85,56 @@ def test_pages(words: list[str], page: str, absent: str, capsys: pytest.CaptureF
         (["mesh=2", "plan"], "autolaunch plan mesh=2"),
         (["train"], "autolaunch fit"),
         (["2x2"], "mesh=2x2"),
+        (["bf16"], "precision=bf16-mixed"),
+        (["trainer.max_steps", "3"], "trainer.max_steps=3"),
+        (["mesh", "=", "2"], "mesh=2"),
+        (["fit", "train.yaml"], "experiment=train.yaml"),
+        (["--tp", "2"], "mesh=tp2"),
+        (["--tensor-model-parallel-size", "2", "mesh=4"], "mesh=mp2"),
+        (["--nproc-per-node=2"], "mesh=2"),
+        (["--bf16", "mesh=2"], "precision=bf16-mixed"),
+        (["--trainer.max_steps", "3"], "autolaunch trainer.max_steps=3"),
     ],
 )
 def test_words_in_the_wrong_place(words: list[str], write: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse(words)
     assert write in raised.value.write
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("tp2,pp2", "tp2xpp2"),
+        ("dp=2", "dp2"),
+        ("{dp:2,tp:2}", "dp2xtp2"),
+        ("(2, 2)", "2x2"),
+        ("dp2,dp4", ""),
+        ("2,4", ""),
+    ],
+)
+def test_shapes_with_other_signs(value: str, meant: str) -> None:
+    assert shape_meant(value) == meant
+
+
+def test_axes_in_a_list_are_one_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["mesh=tp2,pp2"]) == 2
+    assert "write:   mesh=tp2xpp2" in capsys.readouterr().err
+
+
+def test_a_name_in_other_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["optimizer=AdamW"]) == 2
+    assert "write:   optimizer=adamw" in capsys.readouterr().err
+
+
+def test_every_line_for_another_tool_has_keys_that_there_are() -> None:
+    typed = ["adapter=lora", "dp=hsdp", "mesh=pp2", "launch=slurm", "scheduler=cosine", "optimizer=adamw"]
+    config = compose(parse(typed)).config
+    assert config is not None
+    known = {*field_types(Job), "model.path", "experiment"}
+    for line in _LINES.values():
+        for key in (word.partition("=")[0] for word in line.split()):
+            assert key in known or OmegaConf.select(config, key, default="absent") != "absent", line
 
 
 def test_full_needs_a_choice(capsys: pytest.CaptureFixture[str]) -> None:

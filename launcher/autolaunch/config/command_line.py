@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from autolaunch.config.schema import TASKS
+from autolaunch.config.against_schema import field_types
+from autolaunch.config.schema import TASKS, Job
+from autolaunch.config.slips import foreign_line, slip
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, quoted
 
 HYDRA_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -88,7 +90,8 @@ def parse(argv: Sequence[str]) -> CommandLine:
     argv = ["--help", *argv[1:]] if argv[:1] == ["help"] else list(argv)
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        raise _unknown_flag(unknown[0], [flag for action in parser._actions for flag in action.option_strings])
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        raise _unknown_flag(unknown[0], _word_behind(unknown[0], argv), flags)
     for flag in ("config_dir", "config_path"):
         directory = getattr(known, flag)
         if directory is not None and not directory.is_dir():
@@ -157,17 +160,37 @@ def names_a_run(word: str) -> bool:
     return "=" not in word or ("/" in word and Path(word).is_dir())
 
 
-def _unknown_flag(typed: str, flags: list[str]) -> ConfigError:
+def _word_behind(flag: str, argv: Sequence[str]) -> str:
+    """The value that was meant for a flag that nobody knows: the word behind it, unless that is something else."""
+    behind = argv[argv.index(flag) + 1 :][:1]
+    return behind[0] if behind and not behind[0].startswith("--") and "=" not in behind[0] else ""
+
+
+def _unknown_flag(typed: str, behind: str, flags: list[str]) -> ConfigError:
     name, _, value = typed.partition("=")
+    key, value = name.lstrip("-").replace("-", "_"), value or behind
+    shown = typed if "=" in typed or not behind else f"{typed} {behind}"
+    if meant := slip(shown, key, value or "true"):
+        return ConfigError(shown, "settings are written key=value, without dashes", meant.allowed, meant.write)
     flags = [flag for flag in flags if flag.startswith("--")]
     very_close = difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
     if very_close:
-        return ConfigError(typed, f"no such flag; did you mean {very_close[0]}?", write="autolaunch --help")
+        return ConfigError(shown, f"no such flag; did you mean {very_close[0]}?", write="autolaunch --help")
     if value:
-        key = name.lstrip("-").replace("-", "_")
-        return ConfigError(typed, "keys are written without dashes", write=shlex.join(["autolaunch", f"{key}={value}"]))
+        return ConfigError(shown, "keys are written without dashes", write=shlex.join(["autolaunch", f"{key}={value}"]))
     close = nearest(name, flags) if name.startswith("--") else ""
     return ConfigError(typed, "no such flag" + (f"; did you mean {close}?" if close else ""), write="autolaunch --help")
+
+
+def _key_apart(words: Sequence[str], position: int) -> ConfigError | None:
+    """A key whose value stands apart from it (`trainer.max_steps 3`, `mesh = 2`), or a file of keys."""
+    word, behind = words[position], [other for other in words[position + 1 :] if other != "="]
+    if word.endswith((".yaml", ".yml")):
+        return ConfigError(word, "neither a task nor key=value", write=f"experiment={word}")
+    if "." not in word and word not in field_types(Job):
+        return None
+    value = behind[0] if behind and "=" not in behind[0] else "..."
+    return ConfigError(word, "key and value are one word", write=f"{word}={value}")
 
 
 _OTHER_WORDS = {"train": "fit", "run": "fit", "evaluate": "validate", "infer": "predict"}
@@ -187,8 +210,12 @@ def _overrides(words: list[str]) -> list[str]:
             overrides.append(into_open_group(quoted_mesh(word)))
         elif position == 0 and word in TASKS:
             overrides.append(f"task={word}")
+        elif line := foreign_line(word, "true"):  # bf16
+            raise ConfigError(word, "neither a task nor key=value", write=line)
         elif looks_like_mesh(word):
             raise ConfigError(word, "a mesh is given by its key", write=f"mesh={word}")
+        elif apart := _key_apart(words, position):
+            raise apart
         elif position == 0:
             close = _OTHER_WORDS.get(nearest(word, [*TASKS, *_OTHER_WORDS])) or nearest(word, TASKS)
             raise ConfigError(

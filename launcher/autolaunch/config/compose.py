@@ -39,7 +39,7 @@ from autolaunch.config.against_schema import alike, field_types, is_list, keys_t
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, TASKS, Job
-from autolaunch.config.slips import slip
+from autolaunch.config.slips import shape_meant, slip
 from autolaunch.config.sources import (
     GROUPS_OF_FILES,
     ExperimentFileSource,
@@ -268,6 +268,8 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
         return ConfigError(
             override, f"{key!r} cannot be the name of a key", "names of keys joined by dots", "key=value"
         )
+    if key == "mesh" and (shape := shape_meant(value)):
+        return ConfigError(override, "not a mesh shape", write=f"mesh={shape}")
     # Patterns over names of modules are keys of a mapping, and keys have no quotes.
     escaped = re.sub(r"(?<=[{,])[^{},:]*(?=:)", lambda name: re.sub(r"[][()]", r"\\\g<0>", name[0]), value)
     if escaped != value and _readable(f"{key}={escaped}"):
@@ -296,6 +298,9 @@ def _readable(override: str) -> bool:
 def _sweep_without_m(item: Override, loader: ConfigLoader, line: CommandLine) -> ConfigError:
     override = unquoted(str(item.input_line))
     key, _, value = override.partition("=")
+    if key == "mesh" and (shape := shape_meant(value)):
+        problem = "several meshes, one for each run: the axes of one mesh are joined by x"
+        return ConfigError(override, problem, "one mesh; or -m, and one run after the other", f"mesh={shape}")
     listable, listed = "(" not in value and not _is_group(loader, item.key_or_group), shlex.quote(f"{key}=[{value}]")
     words = [unquoted(typed).removeprefix("task=") for typed in line.overrides]
     return ConfigError(
@@ -422,7 +427,8 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
 
 
 _OTHER_NAMES = {
-    **{"dp/zero3": "fsdp", "dp/fsdp2": "fsdp", "dp/zero0": "ddp"},
+    **{"dp/zero3": "fsdp", "dp/fsdp2": "fsdp", "dp/zero0": "ddp", "dp/full_shard": "fsdp", "dp/no_shard": "ddp"},
+    **{"dp/shard_grad_op": "zero2", "dp/hybrid_shard": "hsdp", "mp/tp": "tensor_parallel", "mp/sp": "seq_parallel"},
     **{
         f"cp/{name}": spec.name for spec in CP_BACKEND_SPECS.values() for name in (*spec.spellings, *spec.foreign_names)
     },

@@ -20,8 +20,111 @@ _STRATEGIES = {
 """Lightning's names of strategies -> what to write here."""
 
 
+_SHARDING = {
+    **{"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"},
+    **{"no_shard": "ddp", "shard_grad_op": "zero2", "full_shard": "fsdp", "hybrid_shard": "hsdp", "true": "fsdp"},
+}
+_PRECISIONS = {"fp8": "float8", "no": "32-true", "fp32": "32-true", "float32": "32-true", "false": "32-true"}
+_SCHEDULES = {"constant_with_warmup": "constant", "warmupcosinelr": "cosine", "sqrt": "cosine"}
+_RECOMPUTED = {"selective": "selective", "none": "none", "false": "none", "memory_budget": "budget"}
+
+_LINES = {
+    # how many ranks
+    "nproc_per_node num_processes num_gpus n_gpus ngpu gpus devices world_size data_parallel_size dp_degree "
+    "data_parallel_shard_degree dp_shard_size dp_shard": "mesh={value}",
+    "tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size tp_size tp_degree mp_degree autotp_size":
+        "mesh=mp{value}",
+    "pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size pp_size pp_degree": "mesh=pp{value}",
+    "context_parallel_degree context_parallel_size cp_size cp_degree "
+    "sequence_parallel_size sep_degree": "mesh=cp{value}",
+    "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep_degree": "ep={value}",
+    "data_parallel_replicate_degree dp_replicate_size dp_replicate": "dp=hsdp dp.replicate={value}",
+    "num_nodes nnodes num_machines": "launch=slurm launch.nodes={value}",
+    # what is sharded, in which type, what is computed again
+    "zero_stage zero_optimization.stage deepspeed.stage fsdp sharding_strategy fsdp_sharding_strategy": "dp={sharding}",
+    "use_distributed_optimizer": "dp=zero1",
+    "use_torch_fsdp2": "dp=fsdp",
+    "cpu_offload enable_cpu_offload fsdp_offload_params offload_optimizer offload_param": "dp.cpu_offload=true",
+    "sp sequence_parallel enable_sequence_parallel": "mp=seq_parallel",
+    "pipeline_parallel_schedule pipeline_schedule": "pp={lower}",
+    "num_microbatches pipeline_parallel_microbatches": "pp.microbatches={value}",
+    "bf16 fp16 mixed_precision mixed_precision_param dtype torch_dtype amp": "precision={precision}",
+    "gradient_checkpointing activation_checkpointing activation_checkpoint.mode fsdp_activation_checkpointing "
+    "recompute_granularity use_activation_checkpointing": "recompute={recomputed}",
+    "torch_compile compile.enable use_torch_compile": "compile={value}",
+    "dynamo_backend": "compile=true",
+    # the training
+    "training.steps train_iters total_steps num_training_steps max_train_steps": "trainer.max_steps={value}",
+    "epochs num_epochs num_train_epochs": "trainer.max_epochs={value}",
+    "global_batch_size train_batch_size": "data.batch_size={value}",
+    "local_batch_size micro_batch_size per_device_train_batch_size per_device_batch_size "
+    "train_micro_batch_size_per_gpu": "data.batch_size=...",
+    "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps": "data.microbatches={value}",
+    "seq_length max_seq_length max_seq_len": "data.seq_len={value}",
+    "learning_rate": "optimizer.lr={value}",
+    "lr_scheduler lr_scheduler_type lr_decay_style decay_type": "scheduler={schedule}",
+    "num_warmup_steps lr_warmup_iters lr_warmup_steps": "scheduler.warmup_steps={value}",
+    "max_grad_norm max_norm clip_grad gradient_clipping clip_grad_norm": "trainer.gradient_clip_val={value}",
+    "adam_beta2 beta2 optimizer.beta2": "optimizer.betas=[0.9,{value}]",
+    "adam_beta1 beta1 optimizer.beta1": "optimizer.betas=[{value},0.95]",
+    "seed_everything": "seed={value}",
+    # what is trained, and what is written
+    "model.flavor": "model.size={lower}",
+    "model_name_or_path pretrained_model_name_or_path": "model=hf model.path={value}",
+    "num_attention_heads": "model.num_heads={value}",
+    "num_query_groups": "model.num_kv_heads={value}",
+    "use_lora use_peft": "adapter=lora",
+    "lora_r lora_rank": "adapter=lora adapter.r={value}",
+    "lora_alpha": "adapter=lora adapter.alpha={value}",
+    "save_steps save_interval checkpointing_steps "
+    "checkpoint.interval checkpoint.every": "checkpoint.every_n_steps={value}",
+    "save_total_limit keep_latest_k": "checkpoint.keep_last={value}",
+    "resume resume_from_checkpoint resume_from load_checkpoint": "ckpt_path=last",
+    "report_to": "logger={value}",
+    "config config_file job.config_file": "experiment={value}",
+}  # fmt: skip
+_BY_KEY = {key: line for keys, line in _LINES.items() for key in keys.split()}
+"""Keys of other tools -> the line to write; one without dots stands for itself in any section of theirs, too."""
+
+_PER_DEVICE = "the batch size here counts all ranks: batch per device x ranks along dp x accumulated batches"
+
+
+def foreign_line(key: str, value: str) -> str:
+    """What to write for a key of torchtitan, Accelerate, Megatron or DeepSpeed; empty if it is none that is known."""
+    key, lower = key.lower().replace("-", "_"), value.lower()
+    line = _BY_KEY.get(key) or _BY_KEY.get(key.rpartition(".")[2], "")
+    if line.startswith("experiment=") and not lower.endswith((".yaml", ".yml")):
+        return ""  # the file of another tool
+    return line.format(
+        value=value,
+        lower=lower,
+        sharding=_SHARDING.get(lower, "fsdp"),
+        precision=_PRECISIONS.get(lower, "bf16-mixed"),
+        recomputed=_RECOMPUTED.get(lower, "full"),
+        schedule=_SCHEDULES.get(lower, lower),
+    )
+
+
+def shape_meant(value: str) -> str:
+    """The mesh that was meant by axes in a list (`tp2,pp2`) or by other signs (`dp=2`, `(2,2)`), or an empty string."""
+    if re.fullmatch(r"\(\d+(,\s*\d+)*\)", value):
+        return "x".join(re.findall(r"\d+", value))
+    parts = [re.fullmatch(r"([a-z]+)[=:]?(\d+)", part) for part in re.split(r"[\s,x]+", value.strip("()[]{}' "))]
+    axes = [AXIS_SPELLINGS.get(part[1]) if part else None for part in parts]
+    if None in axes or len(set(axes)) < len(axes):
+        return ""
+    return "x".join(f"{part[1]}{part[2]}" for part in parts if part)
+
+
 def slip(override: str, key: str, value: str) -> ConfigError | None:
     """What to write in place of a key of another tool; None if it is none that is known."""
+    if key.startswith("mesh.") and (axis := AXIS_SPELLINGS.get(key[5:])):
+        return ConfigError(override, f"the axis is called {axis} here", write=f"mesh.{axis}={value}")
+    if key == "model" and "/" in value:
+        return ConfigError(override, "names no option: models have a path", write=f"model=hf model.path={value}")
+    if line := foreign_line(key, value):
+        problem = "no such key: another tool calls it so"
+        return ConfigError(override, problem, _PER_DEVICE if line.endswith("...") else "", line)
     if key in AXIS_SPELLINGS and re.fullmatch(r"-?\d+", value):
         return ConfigError(override, "how many ranks an axis has is told by the mesh", write=f"mesh={key}{value}")
     if key in ("strategy", "trainer.strategy"):

@@ -56,7 +56,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.45) -> str:
     """
     known = list(known)
     swapped = [other for other in known if sorted(other) == sorted(name)]  # the commonest slip: modle
-    close = swapped or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    same = [other for other in known if other.lower() == name.lower()]
+    close = same or swapped or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     begun = [other for other in known if other.startswith(name)] if len(name) > 2 else []
     return close[0] if close else begun[0] if len(begun) == 1 else ""
 
