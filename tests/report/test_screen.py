@@ -89,6 +89,10 @@ def test_the_first_panel() -> None:
         pytest.param(
             {"recompute": 2, "compile": "max-autotune"}, "recompute every 2 blocks · compile max-auto", id="n"
         ),
+        pytest.param({"recompute": True}, "recompute full · compile", id="recompute-as-a-switch"),
+        pytest.param(
+            {"trainer": {"max_steps": -1, "max_epochs": 1, "max_time": None}}, "training   1 epoch · adamw", id="epoch"
+        ),
         pytest.param(
             {"dp": {"sharding_level": 1, "replicate": 2, "shard": 2, "cpu_offload": False}},
             "sharded    optimizer state over each replica · 2 replicas",

@@ -346,7 +346,7 @@ def _training(job: Mapping[str, Any]) -> str:
     if trainer["max_steps"] >= 0:
         limits.append(f"{trainer['max_steps']:,} steps")
     if trainer["max_epochs"] is not None and trainer["max_epochs"] >= 0:
-        limits.append(f"{trainer['max_epochs']:,} epochs")
+        limits.append(f"{trainer['max_epochs']:,} epoch{'' if trainer['max_epochs'] == 1 else 's'}")
     if trainer["max_time"] is not None:
         limits.append(str(trainer["max_time"]))
     if job.get("module"):
@@ -356,7 +356,9 @@ def _training(job: Mapping[str, Any]) -> str:
 
 def _precision(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     recompute, compiled = job["recompute"], job["compile"]
-    if isinstance(recompute, int) and not isinstance(recompute, bool):
+    if isinstance(recompute, bool):
+        recompute = "full" if recompute else "none"
+    if isinstance(recompute, int):
         recompute = f"every {recompute} blocks" if recompute > 1 else "full"
     mode = "on" if compiled is True else compiled or "off"
     return joined(*arithmetic_words(job, describe.get("by_device", {})), f"recompute {recompute}", f"compile {mode}")
