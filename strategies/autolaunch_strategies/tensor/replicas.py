@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.utils._pytree import tree_map
 
+from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.backward import version_of
+from autolaunch_strategies.torch_private.sharding_rules import DIFFERENTIATES_TWICE
 
 
 class Replicator:
@@ -95,6 +97,12 @@ class _Replica(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not DIFFERENTIATES_TWICE:
+            raise ConfigError(
+                "create_graph=True with a mesh that has mp",
+                "this torch forgets where gradients of sharded layers come from, and a gradient of them would be wrong",
+                "torch 2.12 or newer; a mesh without mp; the gradient without create_graph=True",
+            )
         return plain(gradients[0]), None
 
 

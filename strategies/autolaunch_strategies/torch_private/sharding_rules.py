@@ -6,7 +6,10 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
+
+DIFFERENTIATES_TWICE = hasattr(_redistribute, "NestedRedistribute")
+"""Whether gradients that were redistributed have a history of their own: from torch 2.12 on."""
 
 
 @functools.cache
@@ -25,9 +28,20 @@ def read_whole_numbers() -> None:
 
 @functools.cache
 def register_missing_rules() -> None:
-    """Let gradients that are DTensors be looked at by `torch.autograd.set_detect_anomaly`."""
+    """Let gradients that are DTensors be looked at by `torch.autograd.set_detect_anomaly`, and be those of `cumsum`."""
     from torch.distributed.tensor.experimental import register_sharding  # 0.1 s, which no plan has to wait for
 
     @register_sharding(torch.ops.aten._is_any_true.default)
     def is_any_true(tensor: Any) -> Any:
         return [([Replicate()], [Replicate()])]
+
+    propagator, flip = DTensor._op_dispatcher.sharding_propagator, torch.ops.aten.flip.default
+    known = ("op_strategy_funcs", "op_single_dim_strategy_funcs")
+    if any(flip in getattr(propagator, name, ()) for name in known):  # not in torch 2.11
+        return
+
+    @register_sharding(flip)
+    def flipped(tensor: Any, dims: Any) -> Any:
+        turned = {dim % tensor.ndim for dim in dims}
+        kept: list[Any] = [Shard(dim) for dim in range(tensor.ndim) if dim not in turned]
+        return [([placement], [placement, None]) for placement in (*kept, Replicate())]
