@@ -223,11 +223,13 @@ def test_an_optimizer_that_joins_parameters_is_refused_in_stages(kind: Any, spli
     "kind", [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.Muon, Muon, ScalesByNorms, FindsNoise]
 )
 def test_an_optimizer_that_takes_each_parameter_by_itself_runs_in_stages(kind: Any, split: bool) -> None:
-    """And nothing is left of its trial: neither parameters nor its state nor random numbers."""
+    """And nothing is left of its trial: neither parameters nor its state nor random numbers; hooks do not see it."""
     optimizer = layers(kind, split)
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *step: seen.append(step))
     random, state = torch.get_rng_state(), dict(optimizer.state)
     check_optimizer_in_stages(optimizer)
-    assert torch.equal(torch.get_rng_state(), random) and dict(optimizer.state) == state
+    assert torch.equal(torch.get_rng_state(), random) and dict(optimizer.state) == state and not seen
     for group in optimizer.param_groups:
         assert all(torch.equal(item, torch.ones_like(item)) and item.grad is None for item in group["params"])
 

@@ -124,17 +124,16 @@ class Construction:
                     return value
                 return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
             seen.add(id(value))
-            if isinstance(value, list):
-                value[:] = [settled(part) for part in value]
-            elif isinstance(value, dict):
-                value.update({key: settled(part) for key, part in value.items()})
+            items = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+            for key, part in [(key, new) for key, old in items if (new := settled(old)) is not old]:
+                value[key] = part
             if hasattr(value, "__dict__"):
                 settled(vars(value))
             return value
 
         made: dict[int, torch.Tensor] = {}
         for part in module.modules():
-            for name, value in vars(part).items():
+            for name, value in list(vars(part).items()):
                 if name not in ("_parameters", "_buffers", "_modules"):
                     vars(part)[name] = settled(value)
 

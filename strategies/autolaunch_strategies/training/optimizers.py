@@ -7,7 +7,7 @@ import functools
 import logging
 import types
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -86,8 +86,11 @@ def _tried(optimizer: torch.optim.Optimizer, with_gradients: set[torch.Tensor]) 
     copies: dict[int, Any] = {id(parameter): item for parameter, item in zip(parameters, small, strict=True)}
     tried = object.__new__(type(optimizer))  # of its own deep copy torch leaves out what a class of the user's adds
     copies[id(optimizer)] = tried
-    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "step")}  # schedulers wrap it
-    vars(tried).update({key: copy.deepcopy(value, copies) for key, value in own.items()}, state=defaultdict(dict))
+    # Schedulers wrap `step`, and hooks are for steps of the training.
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "step")}
+    hooks = {key: OrderedDict[Any, Any]() for key in own if key.startswith("_optimizer_step_p")}
+    copied = {key: copy.deepcopy(value, copies) for key, value in own.items() if key not in hooks}
+    vars(tried).update(copied, **hooks, state=defaultdict(dict))
 
     def differentiate(step: int) -> Any:
         for index, (parameter, item) in enumerate(zip(parameters, small, strict=True)):
