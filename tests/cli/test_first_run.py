@@ -61,6 +61,7 @@ OWN_MODULE = textwrap.dedent("""
             logits = self.head(self.embedding(tokens[:, :-1]))
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             self.log("loss", loss)
+            self.log("epoch_loss", loss, on_step=False, on_epoch=True)
             return loss
 
         def configure_optimizers(self):
@@ -148,6 +149,7 @@ def test_a_module_of_ones_own_can_be_trained(own_command: Commands) -> None:
     run = own_command("mesh=2")
     assert (run.summary["status"], run.summary["world_size"], len(run.rows)) == ("finished", 2, STEPS)
     assert "model      bigram.Bigram" in run.screen
+    assert "`self.log('epoch_loss', ..., sync_dist=True)`" in run.screen  # it is of the first rank's part of the data
 
 
 @pytest.mark.full

@@ -62,6 +62,8 @@ def run(
         further: callbacks beside those of the job.
     """
     with quiet_lightning():
+        if job.config["mesh"]["dp"] == 1:  # all ranks log the same
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
         if job.config["task"] != "fit":  # there the weights alone are loaded
             warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
         return _run(job, place, steps or StepMetrics(), further)

@@ -194,7 +194,6 @@ def quiet_lightning() -> Iterator[None]:
     with warnings.catch_warnings():
         for message in (
             ".*does not have many workers.*",
-            ".*sync_dist=True.*",
             ".*Checkpoint directory .* exists and is not empty.*",
             ".*functorch.*",
             ".*number of training batches .* is smaller than the logging interval.*",
