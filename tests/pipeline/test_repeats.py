@@ -76,6 +76,7 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
         self.calls = 0
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -120,6 +121,45 @@ class Numbered(Plain):
         return super().forward(hidden).sum(-1, keepdim=True).expand(-1, 4) if self.number == BLOCKS - 1 else hidden * 2
 
 
+class EveryThird(Plain):
+    """One that does as its number says, which neither the first nor the last one shows."""
+
+    number = -1
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = super().forward(hidden)
+        return self.linear(hidden) if [False, False, True][self.number % 3] else hidden
+
+
+class Replacing(Plain):
+    """One that puts something of each call in the place of the last one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[str, Any] = {"balance": 0.0}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = super().forward(hidden)
+        self.losses["balance"] = out.square().mean()
+        return out
+
+
+class Descending(Plain):
+    """One that differentiates in its forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden if hidden.requires_grad else hidden.clone().requires_grad_()
+        energy = self.linear(hidden).square().sum()
+        return hidden - torch.autograd.grad(energy, hidden, create_graph=True)[0]
+
+
+class Scaling(Plain):
+    """One without any operation that counts."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.linear.bias
+
+
 class Stack(nn.Module):
     """Blocks one behind the other."""
 
@@ -137,7 +177,10 @@ class Stack(nn.Module):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize("block", [Plain, Counting, Remembering, Writing, Numbered])
+DOING_MORE = [Counting, Remembering, Writing, Numbered, EveryThird, Replacing]
+
+
+@pytest.mark.parametrize("block", [Plain, *DOING_MORE])
 def test_blocks_that_do_more_are_run(block: type[Plain], monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
     few = recorded(Stack(block), torch.zeros(3, 4))
     if block is Plain:  # the input of the first one needs no gradient
@@ -161,3 +204,60 @@ def test_a_block_whose_output_is_collected_is_run(monkeypatch: pytest.MonkeyPatc
     model.blocks[4].linear.register_forward_hook(lambda module, args, output: kept.append(output))
     is_as_if_all_were_run(monkeypatch, model, torch.zeros(3, 4))
     assert "blocks.4" in ran[:4]
+
+
+@pytest.mark.parametrize("block", [Descending, Scaling])
+def test_the_recording_is_the_same(block: type[Plain], monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> None:
+    seen = is_as_if_all_were_run(monkeypatch, Stack(block), torch.zeros(3, 4))
+    assert not seen.untraceable and len(ran) < 2 * len(seen.calls)
+
+
+class Deep(Plain):
+    """One that counts in what it is given."""
+
+    def forward(self, hidden: Tensor, state: dict[str, int] | None = None) -> Tensor:
+        assert state is not None
+        state["depth"] += 1
+        hidden = super().forward(hidden)
+        return self.linear(hidden) if state["depth"] == BLOCKS // 2 else hidden
+
+
+class Counted(Stack):
+    """Blocks that are given where they stand."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        state = {"depth": 0}
+        for block in self.blocks:
+            hidden = block(hidden, state)
+        return self.head(hidden)
+
+
+class Switched(Stack):
+    """A block does something else for the time of a call."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        linear = self.blocks[4].linear
+        linear.forward = lambda hidden: hidden
+        try:
+            return super().forward(hidden)
+        finally:
+            del linear.forward
+
+
+class Collecting(Stack):
+    """What a block shows is collected for the time of a call."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        handle = self.blocks[4].linear.register_forward_hook(lambda module, args, output: kept.append(output))
+        try:
+            return super().forward(hidden).sum() + sum(item.sum() for item in kept)
+        finally:
+            handle.remove()
+
+
+@pytest.mark.parametrize(("stack", "block"), [(Counted, Deep), (Switched, Plain), (Collecting, Plain)])
+def test_what_the_model_does_to_its_blocks(
+    stack: type[Stack], block: type[Plain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_as_if_all_were_run(monkeypatch, stack(block), torch.zeros(3, 4))

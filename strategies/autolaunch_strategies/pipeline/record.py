@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from autolaunch_strategies.pipeline.objects import open_dataclasses
-from autolaunch_strategies.pipeline.repeats import PLAIN, MadeLeaf, Repeats, Shows, leaves_nothing, shown_by
+from autolaunch_strategies.pipeline.repeats import PLAIN, MadeLeaf, Repeats, Shows, shown_by
 from autolaunch_strategies.pipeline.split import call_name
 from autolaunch_strategies.torch_private.calls import has_forward_hooks, run_call
 from autolaunch_strategies.torch_private.tracing import draws_numbers, storage_key
@@ -339,7 +339,7 @@ class _Liveness(Observer):
         """(copies of what a unit returns, for each the inputs of the model that it comes from)."""
         if key is not None:
             with self._unheard():
-                key = key if leaves_nothing(module, args, kwargs) else None
+                key = key if self._repeats.leaves_nothing(call.unit, args, kwargs) else None
         given, flops = (call.reads, call.draws), self.recording.costs.get(call.unit, 0.0)
         self._parts, self._used, self._writes_elsewhere = [], set(), False
         output = run_call(module, *args, **kwargs)
@@ -362,7 +362,8 @@ class _Liveness(Observer):
             self._begin(f"{call.unit}.{part}" if part else call.unit)
         for name in shows.parameters:
             self.recording.uses.setdefault(f"{call.unit}.{name}", set()).add(len(self.recording.calls) - 1)
-        self.recording.costs[call.unit] = self.recording.costs.get(call.unit, 0.0) + shows.flops
+        if shows.flops:
+            self.recording.costs[call.unit] = self.recording.costs.get(call.unit, 0.0) + shows.flops
         call.spec, places = shows.spec, range(shows.spec.num_leaves)
         call.shapes, call.from_data = [None for _ in places], [False for _ in places]
         with self._unheard():

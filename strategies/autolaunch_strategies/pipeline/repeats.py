@@ -2,8 +2,8 @@
 
 A model of eighty blocks is recorded by running three or four. Like are calls of units of one kind (`likeness`) with
 like arguments, that come from the same inputs. The last unit of a kind is run, too, and has to show what the first one
-did; a call that does more than to make something of its arguments (it changes what others hold, or reads what it was
-not given) is said of no other.
+did; a call that does more than to make something of its arguments (it changes what others hold, reads what it was
+not given, or asks for its number) is said of no other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.torch_private.calls import run_call
 from autolaunch_strategies.torch_private.tracing import storage_key
-from autolaunch_strategies.tracing.likeness import Like, Unlike, are_same, attributes_of, kinds_of
+from autolaunch_strategies.tracing.likeness import (
+    Like,
+    Unlike,
+    are_same,
+    attributes_of,
+    is_same,
+    kinds_of,
+    places_of_numbers,
+)
 from autolaunch_strategies.tracing.state import attributes_kept
 from autolaunch_strategies.tracing.tensors import tensors_in
 
@@ -30,6 +38,9 @@ MANY = 6
 
 PLAIN = (bool, int, float, str, type(None))
 """What is no tensor and is the same for every stage."""
+
+_SWAPPED = ("_parameters", "_buffers", "_compiled_call_impl")
+"""Attributes of modules that are changed to record them, besides hooks."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -74,6 +85,11 @@ class Repeats:
         self._kinds: dict[str, Hashable] = {}
         self._last: set[str] = set()
         self._shown: dict[Hashable, Shows] = {}
+        self._units = units
+        self._before: dict[str, Any] = {}
+        """The attributes of units before the model ran, which changes some in its forward."""
+        self._numbers: dict[str, set[tuple[str, str]]] = {}
+        """(part, attribute) where a unit has its number."""
         names = {module: name for name, module in units.items() if not _is_watched(module)}
         try:
             kinds = kinds_of(Block(name, module) for module, name in names.items()) if len(names) >= MANY else {}
@@ -83,6 +99,9 @@ class Repeats:
             if len(modules) >= MANY:
                 self._kinds |= {names[module]: number for module in modules}
                 self._last.add(names[modules[-1]])
+                numbers = places_of_numbers([Block(names[module], module) for module in modules])
+                self._numbers |= {names[module]: numbers for module in modules}
+                self._before |= {names[module]: _own_attributes(module) for module in modules}
 
     @property
     def has_any(self) -> bool:
@@ -95,7 +114,7 @@ class Repeats:
         Args:
             labels: where the values of a tensor come from.
         """
-        if unit not in self._kinds:
+        if unit not in self._kinds or self._has_changed(unit):
             return None
         leaves, spec = tree_flatten((args, kwargs))
         storages: dict[int, int] = {}
@@ -114,6 +133,38 @@ class Repeats:
                 return None
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         return self._kinds[unit], modes, spec, tuple(described)
+
+    def _has_changed(self, unit: str) -> bool:
+        """Whether the model has hung hooks on a unit in its forward, or has set an attribute of it."""
+        module = self._units[unit]
+        is_watched = any(len(getattr(part, hooks)) > 1 for part in module.modules() for hooks in _HOOKS)  # the recorder
+        return is_watched or not are_same(_own_attributes(module), self._before[unit])
+
+    def leaves_nothing(self, unit: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call of a unit, which is made to find out, sets no attribute.
+
+        Raises:
+            Unlike: something that it makes is held somewhere behind it, where others of its kind may look, it changes
+                what it is given, or does as its number says.
+        """
+        module = self._units[unit]
+        (leaves, spec), made = tree_flatten((args, kwargs)), _Made()
+        with attributes_kept(module):
+            for part, key in self._numbers[unit]:
+                vars(module.get_submodule(part))[key] = _Number()
+            before = attributes_of(module)
+            try:
+                with made:
+                    run_call(module, *args, **kwargs)
+            except (AttributeError, TypeError) as error:  # as of an operator that is given a `_Number`
+                raise Unlike(f"{type(error).__name__}: {error}") from error
+            sets_nothing = are_same(attributes_of(module), before)
+        if made.held():
+            raise Unlike("a unit leaves something behind")
+        leaves_now, spec_now = tree_flatten((args, kwargs))
+        if spec_now != spec or not all(map(is_same, leaves_now, leaves)):
+            raise Unlike("a unit changes what it is given")
+        return sets_nothing
 
     def shown(self, unit: str, key: Hashable | None) -> Shows | None:
         """What a call is known to show; None if it has to be run."""
@@ -166,20 +217,22 @@ def _is_watched(unit: nn.Module) -> bool:
     return any(getattr(part, hooks) for part in unit.modules() for hooks in _HOOKS)
 
 
-def leaves_nothing(unit: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a unit, which is made to find out, sets no attribute.
+def _own_attributes(unit: nn.Module) -> dict[Any, Any]:
+    """`attributes_of` it, but for what is changed to record it."""
+    hooks = {key for part in unit.modules() for key in vars(part) if "_hooks" in key}
+    buffers = {name for part in unit.modules() for name in part._buffers}
+    return attributes_of(unit, besides={*_SWAPPED, *hooks, *buffers})
 
-    Raises:
-        Unlike: something that it makes is held somewhere behind it, where others of its kind may look.
-    """
-    before, made = attributes_of(unit), _Made()
-    with attributes_kept(unit), torch.no_grad():
-        with made:
-            run_call(unit, *args, **kwargs)
-        is_same = are_same(attributes_of(unit), before)
-    if made.held():
-        raise Unlike("a unit leaves something behind")
-    return is_same
+
+def _asks(*_: Any) -> Any:
+    raise Unlike("a unit does as its number says")
+
+
+class _Number:
+    """Stands for the number of a unit: what that is used for, but to hand it on, may be different for each."""
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = __index__ = __int__ = __float__ = _asks
+    __str__ = __repr__ = __format__ = _asks  # part of a name
 
 
 class _Made(TorchDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ def kinds_of(blocks: Iterable[Block]) -> dict[Hashable, list[nn.Module]]:
         of_class.setdefault(type(block.module), []).append(block)
     kinds: dict[Hashable, list[nn.Module]] = {}
     for alike in of_class.values():
-        numbers, shared = _places_of_numbers(alike), _Shared()
+        numbers, shared = places_of_numbers(alike), _Shared()
         for block in alike:
             _described(block.module, numbers, shared)
         shared.is_known = True
@@ -98,7 +98,7 @@ def kinds_of(blocks: Iterable[Block]) -> dict[Hashable, list[nn.Module]]:
     return kinds
 
 
-def _places_of_numbers(blocks: list[Block]) -> set[tuple[str, str]]:
+def places_of_numbers(blocks: list[Block]) -> set[tuple[str, str]]:
     """(part, attribute) where each of several blocks has its own number."""
     places: list[set[tuple[str, str]]] = []
     for block in blocks:
@@ -204,21 +204,36 @@ class _Description:
         return tuple(self.of(cell.cell_contents) for cell in function.__closure__ or ())
 
 
-def attributes_of(module: nn.Module) -> dict[Any, tuple[Any, int]]:
-    """What a call may not change: attributes, and how much those hold that can be added to."""
+def attributes_of(module: nn.Module, besides: Collection[str] = ()) -> dict[Any, tuple[Any, tuple[Any, ...]]]:
+    """What a call may not change: attributes, and what those hold that can be added to or replaced.
+
+    Args:
+        besides: names of attributes that may change.
+    """
     return {
-        (name, key): (item, len(item) if isinstance(item, list | dict | set) else 0)
+        (name, key): (item, _contents_of(item))
         for name, part in module.named_modules()
         for key, item in [*vars(part).items(), *part._buffers.items()]
+        if key not in besides
     }
 
 
-def are_same(one: dict[Any, tuple[Any, int]], other: dict[Any, tuple[Any, int]]) -> bool:
+def _contents_of(item: Any) -> tuple[Any, ...]:
+    if isinstance(item, dict):
+        return (*item, *item.values())
+    return tuple(item) if isinstance(item, list | set) else ()
+
+
+def are_same(one: dict[Any, tuple[Any, tuple[Any, ...]]], other: dict[Any, tuple[Any, tuple[Any, ...]]]) -> bool:
     """Whether nothing has changed between two looks at `attributes_of` a module; numbers and texts by value."""
     if one.keys() != other.keys():
         return False
-    pairs = [(one[key], other[key]) for key in one]
     return all(
-        length == before_length and (item is before or (isinstance(item, CONSTANTS) and item == before))
-        for (item, length), (before, before_length) in pairs
+        is_same(item, before) and len(contents) == len(contents_before) and all(map(is_same, contents, contents_before))
+        for (item, contents), (before, contents_before) in ((one[key], other[key]) for key in one)
     )
+
+
+def is_same(item: Any, before: Any) -> bool:
+    """Whether something is still the same object; numbers and texts by value."""
+    return item is before or (isinstance(item, CONSTANTS) and type(item) is type(before) and item == before)
