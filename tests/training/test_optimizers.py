@@ -146,6 +146,18 @@ class ClipsTheNorm(torch.optim.SGD):
         return loss
 
 
+class CallsNoClosure(torch.optim.SGD):
+    """Gradients divided by their norm over all parameters, in a loop that has called `backward`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [item.grad for group in self.param_groups for item in group["params"] if item.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step()
+
+
 class LearnsItsRate(torch.optim.Optimizer):
     """As D-adaptation and Prodigy: one distance for all parameters, which grows from a small one."""
 
@@ -186,6 +198,20 @@ class ScalesByNorms(torch.optim.Optimizer):
         return loss
 
 
+class AddsNoise(torch.optim.SGD):
+    """Langevin dynamics."""
+
+    def __init__(self, params: Any, lr: float, generator: torch.Generator | None = None) -> None:
+        super().__init__(params, lr)
+        self.generator = generator
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for item in (item for group in self.param_groups for item in group["params"] if item.grad is not None):
+            item.data += torch.randn(item.shape, generator=self.generator)
+        return loss
+
+
 class FindsNoise(torch.optim.AdamW):
     """One of a user's that is derived from torch's, and has more attributes."""
 
@@ -205,12 +231,13 @@ def layers(kind: Any, split: bool, **options: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("kind", [ClipsTheNorm, LearnsItsRate, torch.optim.LBFGS])
-def test_an_optimizer_that_joins_parameters_is_refused_in_stages(kind: Any, split: bool) -> None:
+@pytest.mark.parametrize("kind", [ClipsTheNorm, CallsNoClosure, LearnsItsRate, torch.optim.LBFGS])
+@pytest.mark.parametrize("begins", [0.0, 0.5], ids=["warmup", "constant"])
+def test_an_optimizer_that_joins_parameters_is_refused_in_stages(kind: Any, split: bool, begins: float) -> None:
     if kind is torch.optim.LBFGS and split:
         pytest.skip("it takes no groups")
     optimizer = layers(kind, split)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps its step, bound to it
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: begins)  # wraps its step, bound to it
     with pytest.raises(ConfigError) as caught:
         check_optimizer_in_stages(optimizer)
     assert_only_told(
@@ -220,18 +247,30 @@ def test_an_optimizer_that_joins_parameters_is_refused_in_stages(kind: Any, spli
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
-    "kind", [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.Muon, Muon, ScalesByNorms, FindsNoise]
+    "kind", [torch.optim.Adagrad, torch.optim.Adafactor, torch.optim.Muon, Muon, ScalesByNorms, FindsNoise, AddsNoise]
 )
 def test_an_optimizer_that_takes_each_parameter_by_itself_runs_in_stages(kind: Any, split: bool) -> None:
-    """And nothing is left of its trial: neither parameters nor its state nor random numbers; hooks do not see it."""
+    """And nothing is left of its trial: neither parameters nor its state nor random numbers, and no hook is called."""
     optimizer = layers(kind, split)
-    seen: list[Any] = []
-    optimizer.register_step_pre_hook(lambda *step: seen.append(step))
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        register(lambda *_: pytest.fail("a hook is called"))
     random, state = torch.get_rng_state(), dict(optimizer.state)
     check_optimizer_in_stages(optimizer)
-    assert torch.equal(torch.get_rng_state(), random) and dict(optimizer.state) == state and not seen
+    assert torch.equal(torch.get_rng_state(), random) and dict(optimizer.state) == state
     for group in optimizer.param_groups:
         assert all(torch.equal(item, torch.ones_like(item)) and item.grad is None for item in group["params"])
+
+
+def test_a_line_search_is_refused_in_stages() -> None:
+    with pytest.raises(ConfigError, match="pp with LBFGS"):
+        check_optimizer_in_stages(layers(torch.optim.LBFGS, False, line_search_fn="strong_wolfe"))
+
+
+def test_an_optimizer_that_draws_from_a_generator_runs_in_stages() -> None:
+    generator = torch.Generator()
+    before = generator.get_state()
+    check_optimizer_in_stages(layers(AddsNoise, False, generator=generator))
+    assert torch.equal(generator.get_state(), before)
 
 
 def test_an_optimizer_that_cannot_be_tried_is_believed() -> None:

@@ -55,26 +55,36 @@ def check_optimizer_in_stages(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: it depends on them, as second-order steps and norms over all parameters do.
     """
+    if _joins_parameters(optimizer):
+        raise ConfigError(
+            f"pp with {type(optimizer).__name__}",
+            "what it does to one parameter depends on the gradients of others, and each stage has its own "
+            "parameters alone",
+            "optimizers that treat each parameter by itself, such as AdamW, or a mesh with pp of size 1",
+        )
+
+
+def _joins_parameters(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) in _BY_ELEMENT or isinstance(optimizer, _ON_WHOLE):
-        return
+        return False
+    if isinstance(optimizer, torch.optim.LBFGS):  # its line search moves nothing where the loss of a trial is constant
+        return True
     firsts = [group["params"][0] for group in optimizer.param_groups if group["params"]]
     try:
         together = _tried(optimizer, set(_parameters(optimizer)))
         parts = [_tried(optimizer, {*some}) for some in (firsts, firsts[:1])]
     except Exception:
-        return
-    for part in parts:
-        for parameter, moved in part.items():
-            if not torch.allclose(moved, together[parameter], rtol=1e-3, atol=0.0, equal_nan=True):
-                raise ConfigError(
-                    f"pp with {type(optimizer).__name__}",
-                    "what it does to one parameter depends on the gradients of others, and each stage has its own "
-                    "parameters alone",
-                    "optimizers that treat each parameter by itself, such as AdamW, or a mesh with pp of size 1",
-                )
+        return False
+    return any(
+        not torch.allclose(moved, together[parameter], rtol=1e-3, atol=0.0, equal_nan=True)
+        for part in parts
+        for parameter, moved in part.items()
+    )
 
 
 _TRIED_STEPS = 10
+_NOT_TRIED = ("state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes that a trial has none of: schedulers wrap `step`, and hooks are for the steps of the run."""
 
 
 def _tried(optimizer: torch.optim.Optimizer, with_gradients: set[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
@@ -86,11 +96,12 @@ def _tried(optimizer: torch.optim.Optimizer, with_gradients: set[torch.Tensor]) 
     copies: dict[int, Any] = {id(parameter): item for parameter, item in zip(parameters, small, strict=True)}
     tried = object.__new__(type(optimizer))  # of its own deep copy torch leaves out what a class of the user's adds
     copies[id(optimizer)] = tried
-    # Schedulers wrap `step`, and hooks are for steps of the training.
-    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "step")}
-    hooks = {key: OrderedDict[Any, Any]() for key in own if key.startswith("_optimizer_step_p")}
-    copied = {key: copy.deepcopy(value, copies) for key, value in own.items() if key not in hooks}
-    vars(tried).update(copied, **hooks, state=defaultdict(dict))
+    own = {key: value for key, value in vars(optimizer).items() if key not in _NOT_TRIED}
+    vars(tried).update({key: copy.deepcopy(value, copies) for key, value in own.items()}, state=defaultdict(dict))
+    tried._optimizer_step_pre_hooks, tried._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for group in tried.param_groups:
+        if "lr" in group and not group["lr"]:  # a warmup begins, and nothing would move
+            group["lr"] = group.get("initial_lr") or 1.0
 
     def differentiate(step: int) -> Any:
         for index, (parameter, item) in enumerate(zip(parameters, small, strict=True)):
@@ -100,10 +111,14 @@ def _tried(optimizer: torch.optim.Optimizer, with_gradients: set[torch.Tensor]) 
             item.grad = sign * gradient if parameter in with_gradients else None
         return torch.zeros(())
 
-    with torch.random.fork_rng(devices=[]):  # some draw
-        torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        draws = [torch.default_generator, *(item for item in vars(tried).values() if isinstance(item, torch.Generator))]
+        before = [item.get_state() for item in draws]
         for step in range(_TRIED_STEPS):
+            differentiate(step)  # some call no closure
             tried.step(functools.partial(differentiate, step))
+        if not all(torch.equal(item.get_state(), state) for item, state in zip(draws, before, strict=True)):
+            raise RuntimeError("what it draws for one parameter depends on how many come before it")
     moved = (item.detach() - value for item, value in zip(small, values, strict=True))
     return {item: by for item, by in zip(parameters, moved, strict=True) if item in with_gradients}
 
