@@ -46,6 +46,10 @@ from autolaunch_strategies.config import ConfigError
         ("report_to=wandb", "logger=wandb"),
         ("model=meta-llama/Llama-3-8B", "model=hf model.path=meta-llama/Llama-3-8B"),
         ("job.config_file=llama3_8b.toml", None),
+        ("fsdp=false", "dp=ddp"),
+        ("cpu_offload=false", None),
+        ("use_lora=False", None),
+        ("sequence_parallel=false", None),
     ],
 )
 def test_keys_of_other_tools(typed: str, write: str | None) -> None:

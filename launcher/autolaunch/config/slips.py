@@ -23,6 +23,7 @@ _STRATEGIES = {
 _SHARDING = {
     **{"0": "ddp", "1": "zero1", "2": "zero2", "3": "fsdp"},
     **{"no_shard": "ddp", "shard_grad_op": "zero2", "full_shard": "fsdp", "hybrid_shard": "hsdp", "true": "fsdp"},
+    "false": "ddp",
 }
 _PRECISIONS = {"fp8": "float8", "no": "32-true", "fp32": "32-true", "float32": "32-true", "false": "32-true"}
 _SCHEDULES = {"constant_with_warmup": "constant", "warmupcosinelr": "cosine", "sqrt": "cosine"}
@@ -95,6 +96,8 @@ def foreign_line(key: str, value: str) -> str:
     line = _BY_KEY.get(key) or _BY_KEY.get(key.rpartition(".")[2], "")
     if line.startswith("experiment=") and not lower.endswith((".yaml", ".yml")):
         return ""  # the file of another tool
+    if "{" not in line and lower in ("false", "no", "off", "none", "0"):
+        return ""  # what is off by default, so that there is nothing to write
     return line.format(
         value=value,
         lower=lower,
