@@ -423,7 +423,10 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
         )
     if typed.startswith("hydra."):
         return ConfigError(override, _first_line(error.__cause__ or error))
-    return slip(override, typed, value) or _no_such_key(override, typed, value, config, loader)
+    group, _, name = typed.rpartition(".")
+    is_ours = group in config and _option_with(group, name, config)  # where another option of its group is chosen
+    meant = None if is_ours else slip(override, typed, value)
+    return meant or _no_such_key(override, typed, value, config, loader)
 
 
 _OTHER_NAMES = {
