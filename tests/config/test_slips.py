@@ -44,6 +44,10 @@ from autolaunch_strategies.config import ConfigError
         ("per_device_train_batch_size=4", "data.batch_size=..."),
         ("lr_scheduler_type=constant_with_warmup", "scheduler=constant"),
         ("report_to=wandb", "logger=wandb"),
+        ("report_to=none", None),
+        ("gpus=[0,1]", "mesh=2"),
+        ("resume_from_checkpoint=true", "ckpt_path=last"),
+        ("resume=runs/a/last.ckpt", "ckpt_path=runs/a/last.ckpt"),
         ("model=meta-llama/Llama-3-8B", "model=hf model.path=meta-llama/Llama-3-8B"),
         ("job.config_file=llama3_8b.toml", None),
         ("fsdp=false", "dp=ddp"),
@@ -55,6 +59,11 @@ from autolaunch_strategies.config import ConfigError
 def test_keys_of_other_tools(typed: str, write: str | None) -> None:
     error = slip(typed, *typed.split("="))
     assert (error.write if error else None) == write
+
+
+def test_who_asks_for_fp16_is_told_that_it_is_bf16() -> None:
+    error = slip("fp16=true", "fp16", "true")
+    assert error is not None and (error.write, error.allowed[:16]) == ("precision=bf16-mixed", "there is no fp16")
 
 
 def test_a_command_line_full_of_slips(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ _LINES = {
     "save_steps save_interval checkpointing_steps "
     "checkpoint.interval checkpoint.every": "checkpoint.every_n_steps={value}",
     "save_total_limit keep_latest_k": "checkpoint.keep_last={value}",
-    "resume resume_from_checkpoint resume_from load_checkpoint": "ckpt_path=last",
+    "resume resume_from_checkpoint resume_from load_checkpoint": "ckpt_path={checkpoint}",
     "report_to": "logger={value}",
     "config config_file job.config_file": "experiment={value}",
 }  # fmt: skip
@@ -88,6 +88,7 @@ _BY_KEY = {key: line for keys, line in _LINES.items() for key in keys.split()}
 """Keys of other tools -> the line to write; one without dots stands for itself in any section of theirs, too."""
 
 _PER_DEVICE = "the batch size here counts all ranks: batch per device x ranks along dp x accumulated batches"
+_NO_FP16 = "there is no fp16; bf16 takes as much memory and needs no scale of the loss"
 
 
 def foreign_line(key: str, value: str) -> str:
@@ -96,8 +97,10 @@ def foreign_line(key: str, value: str) -> str:
     line = _BY_KEY.get(key) or _BY_KEY.get(key.rpartition(".")[2], "")
     if line.startswith("experiment=") and not lower.endswith((".yaml", ".yml")):
         return ""  # the file of another tool
-    if "{" not in line and lower in ("false", "no", "off", "none", "0"):
+    if (line == "logger={value}" or "{" not in line) and lower in ("false", "no", "off", "none", "0"):
         return ""  # what is off by default, so that there is nothing to write
+    if re.fullmatch(r"\[\d+(,\s*\d+)*\]", value) and line == "mesh={value}":  # the numbers of devices
+        value = str(value.count(",") + 1)
     return line.format(
         value=value,
         lower=lower,
@@ -105,6 +108,7 @@ def foreign_line(key: str, value: str) -> str:
         precision=_PRECISIONS.get(lower, "bf16-mixed"),
         recomputed=_RECOMPUTED.get(lower, "full"),
         schedule=_SCHEDULES.get(lower, lower),
+        checkpoint=value if re.search(r"[/.]", value) else "last",
     )
 
 
@@ -127,7 +131,8 @@ def slip(override: str, key: str, value: str) -> ConfigError | None:
         return ConfigError(override, "names no option: models have a path", write=f"model=hf model.path={value}")
     if line := foreign_line(key, value):
         problem = "no such key: another tool calls it so"
-        return ConfigError(override, problem, _PER_DEVICE if line.endswith("...") else "", line)
+        allowed = _PER_DEVICE if line.endswith("...") else _NO_FP16 if re.search(r"fp16|float16|half", override) else ""
+        return ConfigError(override, problem, allowed, line)
     if key in AXIS_SPELLINGS and re.fullmatch(r"-?\d+", value):
         return ConfigError(override, "how many ranks an axis has is told by the mesh", write=f"mesh={key}{value}")
     if key in ("strategy", "trainer.strategy"):
