@@ -305,7 +305,7 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=2", "trainer.max_steps"],
-        Told("trainer.max_steps", "neither a task nor key=value", write="trainer.max_steps=..."),
+        Told("trainer.max_steps", "key and value are one word", write="trainer.max_steps=..."),
         id="word-without-value",
     ),
     pytest.param(
