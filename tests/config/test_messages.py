@@ -299,6 +299,11 @@ WRONG = [
         id="task-like-nothing",
     ),
     pytest.param(
+        ["model=hf", "model.num_attention_heads=4"],
+        Told("model.num_attention_heads=4", "keys of model.config", write="model.config.num_attention_heads=4"),
+        id="key-of-the-config-of-transformers",
+    ),
+    pytest.param(
         ["mesh=2", "plan"],
         Told("plan", "first word", write="autolaunch plan mesh=2"),
         id="task-not-first",

@@ -424,8 +424,9 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
     if typed.startswith("hydra."):
         return ConfigError(override, _first_line(error.__cause__ or error))
     group, _, name = typed.rpartition(".")
-    is_ours = group in config and _option_with(group, name, config)  # where another option of its group is chosen
-    meant = None if is_ours else slip(override, typed, value)
+    # A key of ours, where another option of its group is chosen, or one of the config of transformers.
+    is_known = group in config and (_option_with(group, name, config) or _has_foreign_config(config[group]))
+    meant = None if is_known else slip(override, typed, value)
     return meant or _no_such_key(override, typed, value, config, loader)
 
 
@@ -525,12 +526,20 @@ def _no_such_key(override: str, key: str, value: str, config: Mapping[str, Any],
     everywhere = {item.rsplit(".", 1)[-1]: item for item in reversed(known)}
     close = siblings_by_name.get(alike(rest, siblings_by_name), "")
     close = close or (elsewhere[0] if elsewhere else everywhere.get(alike(name, everywhere, cutoff=0.8), ""))
+    if not close and _has_foreign_config(node):
+        problem = "no such key; those of the config of transformers are keys of model.config"
+        return ConfigError(override, problem, write=f"{parent}.config.{rest}={value}")
     if not close and (option := _option_with(parent, rest, config)):
         problem = f"it is a key of {option}, and this is {parent}={config[parent]['name']}"
         return ConfigError(override, problem, write=f"{option} {override}")
     if not close:
         return ConfigError(override, "no such key", *keys_text(parent, siblings_by_name))
     return ConfigError(override, f"no such key; did you mean {close}?", write=f"{close}={value}")
+
+
+def _has_foreign_config(node: Any) -> bool:
+    """Whether a part of the config has a config of another library in it, as `model=hf` has."""
+    return isinstance(node, Mapping) and isinstance(node.get("config"), Mapping)
 
 
 def _no_cluster(override: str, config: Mapping[str, Any]) -> ConfigError:
