@@ -100,5 +100,5 @@ def test_a_module_that_is_built_without_memory_keeps_its_metrics_and_tensors() -
         strategy=MeshStrategy("1"), accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(ConfiguredLate(), DataLoader(torch.randn(8, 2).unbind(), 4))  # type: ignore[arg-type]
+    trainer.fit(ConfiguredLate(), DataLoader(torch.randn(8, 2).unbind(), 4))  # type: ignore[arg-type]  # any sequence does
     assert 0 <= trainer.callback_metrics["accuracy"] <= 1

@@ -284,9 +284,9 @@ class _Liveness(Observer):
             self._parts.append(name)
 
     def module_ends(self, name: str, module: nn.Module, output: Any) -> None:
-        if (
-            self._current is not None and not self._is_unheard and has_forward_hooks(module, besides=1)
-        ):  # the one is the recorder's
+        if self._current is None or self._is_unheard:
+            return
+        if has_forward_hooks(module, besides=1):  # the one is the recorder's
             self._shown.append((name, output))
 
     def unit_call(self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:

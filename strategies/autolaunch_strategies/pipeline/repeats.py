@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from autolaunch_strategies.model.blocks import Block
-from autolaunch_strategies.torch_private.calls import run_call
+from autolaunch_strategies.torch_private.calls import HOOKS, run_call
 from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.likeness import (
     Like,
@@ -41,8 +41,6 @@ PLAIN = (bool, int, float, str, type(None))
 
 _SWAPPED = ("_parameters", "_buffers", "_compiled_call_impl")
 """Attributes of modules that are changed to record them, besides hooks."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -137,8 +135,8 @@ class Repeats:
     def _has_changed(self, unit: str) -> bool:
         """Whether the model has hung hooks on a unit in its forward, or has set an attribute of it."""
         module = self._units[unit]
-        is_watched = any(len(getattr(part, hooks)) > 1 for part in module.modules() for hooks in _HOOKS)  # the recorder
-        return is_watched or not are_same(_own_attributes(module), self._before[unit])
+        watched = _is_watched(module, besides=1)  # the one is the recorder's
+        return watched or not are_same(_own_attributes(module), self._before[unit])
 
     def leaves_nothing(self, unit: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call of a unit, which is made to find out, sets no attribute.
@@ -212,9 +210,9 @@ def shown_by(
     )
 
 
-def _is_watched(unit: nn.Module) -> bool:
-    """Whether hooks hang on it or on a part of it: what they do with what they are shown can't be said again."""
-    return any(getattr(part, hooks) for part in unit.modules() for hooks in _HOOKS)
+def _is_watched(unit: nn.Module, besides: int = 0) -> bool:
+    """Whether more than `besides` hooks hang on it or a part of it: what they do with what they are shown is theirs."""
+    return any(len(getattr(part, hooks)) > besides for part in unit.modules() for hooks in HOOKS)
 
 
 def _own_attributes(unit: nn.Module) -> dict[Any, Any]:

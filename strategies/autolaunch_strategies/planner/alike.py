@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from autolaunch_strategies.torch_private.calls import HOOKS
+
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
 """Attributes that torch gives every module, and the one by which calls of blocks are intercepted."""
 
@@ -26,7 +27,7 @@ def structure(block: nn.Module, sharded: Mapping[str, int | None]) -> Hashable:
             name,
             type(part),
             part.training,
-            tuple(len(getattr(part, hooks)) for hooks in _HOOKS),
+            tuple(len(getattr(part, hooks)) for hooks in HOOKS),
             tuple((key, _comparable(value)) for key, value in part.__dict__.items() if key not in _OF_EVERY_MODULE),
             tuple(
                 (key, _comparable(tensor), sharded.get(f"{name}.{key}".lstrip(".")))

@@ -69,6 +69,10 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Attributes of modules with what is called around their calls."""
+
+
 def has_forward_hooks(module: nn.Module, besides: int = 0) -> bool:
     """Whether someone is shown what `module` returns, not counting `besides` hooks."""
     return len(module._forward_hooks) > besides
