@@ -13,6 +13,7 @@ from pathlib import Path
 try:
     from autolaunch import __version__
     from autolaunch.config.command_line import HYDRA_INFO, CommandLine, compares_runs, parse, users_want_tracebacks
+    from autolaunch.garbage import no_garbage_collection
     from autolaunch.report.streams import keep_streams_open, lost_output
     from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 except KeyboardInterrupt:  # nearly all of the time before `run`, which tells the same
@@ -66,7 +67,8 @@ def _run(line: CommandLine) -> int:
     if line.help or (line.info is not None and line.info not in HYDRA_INFO):
         return _printed(_print_own_page(line))
     if line.runs:
-        from autolaunch.jobs.run import run_jobs
+        with no_garbage_collection():
+            from autolaunch.jobs.run import run_jobs
 
         return run_jobs(line)  # what it does is in its files: output that is lost is no failure
     return _printed(_print_page(line))

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autolaunch.config.search import is_trial
+from autolaunch.garbage import no_garbage_collection
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.contact import end_process, in_contact
 from autolaunch.launch.containment import die_with_parent
@@ -35,7 +36,6 @@ from autolaunch.launch.heartbeat import PULSE, Board, limits_of
 from autolaunch.launch.phase import Phase, forget_reports, stack_file, write_phase
 from autolaunch.launch.place import Place, place
 from autolaunch.launch.resources import choose_interface
-from autolaunch.loading import loading
 from autolaunch.machine.affinity import processors_beside, run_on
 from autolaunch.machine.devices import gpu_environment, visible_devices
 from autolaunch.report.streams import keep_streams_open
@@ -88,7 +88,7 @@ def run_rank(job: ResolvedJob, place: Place, store: Store | None = None) -> int:
             _see_working_directory()
             _set_gpu_defaults(job)
 
-            with loading():
+            with no_garbage_collection():
                 import torch.distributed as dist
 
                 from autolaunch import tasks

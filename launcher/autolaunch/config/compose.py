@@ -49,6 +49,7 @@ from autolaunch.config.sources import (
     register,
 )
 from autolaunch.directories import CONF, shown
+from autolaunch.garbage import no_garbage_collection
 from autolaunch_strategies.config import AXES, CP_BACKEND_SPECS, ConfigError, as_typed, nearest, quoted, raise_all
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -105,6 +106,7 @@ def _initialized(line: CommandLine) -> Iterator[ConfigLoader]:
         yield GlobalHydra.instance().config_loader()
 
 
+@no_garbage_collection()
 def compose(line: CommandLine) -> Composed:
     """Compose a command line; for a sweep, every combination of its config groups.
 

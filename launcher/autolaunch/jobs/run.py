@@ -57,6 +57,7 @@ from autolaunch.config.sequence_parts import with_sequence_parts
 from autolaunch.config.tokenizer import with_tokenizer
 from autolaunch.config.trained import TAKING_TASKS, check_model, takes_from_job, with_trained_job
 from autolaunch.directories import shown
+from autolaunch.garbage import no_garbage_collection
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.compare import compare_jobs, refuse_single_job
@@ -78,7 +79,6 @@ from autolaunch.launch.end import correct_summary
 from autolaunch.launch.lock import LOCK_FILE, locked
 from autolaunch.launch.output_lost import output_lost
 from autolaunch.launch.place import Place, place
-from autolaunch.loading import loading
 from autolaunch.models.facts import begins_random
 from autolaunch.report.terminal import Terminal
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
@@ -120,6 +120,7 @@ def run_jobs(line: CommandLine) -> int:
     return ends[0].exit_code if ends else code
 
 
+@no_garbage_collection()
 def composed_with_trained_job(line: CommandLine) -> tuple[CommandLine, Composed]:
     """What a line composes to, and the line with what it takes from the job of its checkpoint.
 
@@ -183,6 +184,7 @@ def _going_on(line: CommandLine) -> str:
     return shlex.join(["autolaunch", *(["-m"] if line.multirun else []), *typed, "ckpt_path=last", *words])
 
 
+@no_garbage_collection()
 def _with_choice(
     line: CommandLine, composed: Composed, chooses: bool
 ) -> tuple[CommandLine, Composed, dict[str, Any] | None]:
@@ -205,8 +207,7 @@ def _with_choice(
         )
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
-    with loading():
-        chosen, choice = choice_of(job.config, line.overrides, job.by_device)
+    chosen, choice = choice_of(job.config, line.overrides, job.by_device)
     if job.config["task"] == "plan":
         _show_choice(choice, job.config["full"])
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group
@@ -538,6 +539,7 @@ def _write_summary(
     write_beside(job.output_dir / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
+@no_garbage_collection()
 def resolve_job(
     config: DictConfig,
     hydra: DictConfig,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from autolaunch.garbage import no_garbage_collection
 from autolaunch.job import ResolvedJob
 from autolaunch.launch.place import Place
-from autolaunch.loading import loading
 from autolaunch_strategies.config import on_command_line
 
 RUNNERS: dict[str, str] = {
@@ -29,7 +29,7 @@ RUNNERS: dict[str, str] = {
 def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Run the job's task on this rank and return what it reports."""
     module, _, function = RUNNERS.get(job.config["task"], job.config["task"]).partition(":")
-    with loading():
+    with no_garbage_collection():
         runner = getattr(import_module(module), function)
     with on_command_line():
         result: dict[str, Any] = runner(job, place)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
+from autolaunch_strategies.torch_private.fake_results import ASKS_DEVICE
+from autolaunch_strategies.torch_private.modes import without_torch_functions
 from autolaunch_strategies.torch_private.operators import opened
 from autolaunch_strategies.torch_private.pretended import (
+    WithoutCompiler,
     device_of_fake,
     group_of_collective,
     is_pretended,
@@ -67,7 +69,7 @@ class Apart:
     """Storages so far."""
 
 
-class Trace(TorchDispatchMode):
+class Trace(WithoutCompiler):
     """Follows memory from the first operator to the last, and what is exchanged while `listens`.
 
     Memory is that of storages, from the operator that makes one to the end of the last tensor that has it. A value
@@ -185,11 +187,14 @@ class Trace(TorchDispatchMode):
         return sum(storage.nbytes() for storage in storages.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE and (device := device_of_fake(args[0])) is not None:
+            return device  # half of all calls: each tensor is asked for its own
         if not is_pretended(types):
             return NotImplemented
-        kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and (device := device_of_fake(args[0])) is not None:
-            return device  # half of all calls: each tensor is asked for its own
+        with without_torch_functions():  # which were asked before autograd was
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (run := opened(func)) is not None:
             with self:  # what it does inside takes memory and exchanges, too
                 return run(*args, **kwargs)

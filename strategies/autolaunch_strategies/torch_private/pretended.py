@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autolaunch_strategies.torch_private.meshes import forget_meshes
 from autolaunch_strategies.torch_private.modes import outside_of_modes
@@ -83,11 +85,20 @@ def swaps_of_fakes() -> Iterator[None]:
         torch.utils.swap_tensors = own
 
 
+class WithoutCompiler(TorchDispatchMode):
+    """A dispatch mode in which nothing is compiled: the compiler need not be kept out of its every call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+_PLAIN_OR_FAKE = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))
+
+
 def is_pretended(kinds: Any) -> bool:
     """Whether an operator is called on plain or fake tensors alone: other classes take it apart first."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return all(kind in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in kinds)
+    return _PLAIN_OR_FAKE.issuperset(kinds)
 
 
 def device_of_fake(tensor: Any) -> torch.device | None:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from autolaunch.loading import loading
+from autolaunch.garbage import no_garbage_collection
 
 
 @pytest.mark.parametrize("collects", [True, False])
@@ -14,7 +14,7 @@ def test_the_collector_is_as_before(collects: bool) -> None:
     was = gc.isenabled()
     try:
         (gc.enable if collects else gc.disable)()
-        with pytest.raises(ImportError), loading():
+        with pytest.raises(ImportError), no_garbage_collection():
             assert not gc.isenabled()
             raise ImportError("as a package that is not installed")
         assert gc.isenabled() == collects
