@@ -379,18 +379,18 @@ def test_configs_that_are_no_model(cfg: dict, told: Told) -> None:
     assert_only_told(caught.value, told)
 
 
-def test_attention_that_the_class_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_the_class_lacks_is_refused_where_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_supports_sdpa", False)
     told = Told(
         "model.attn_implementation=sdpa",
         "LlamaForCausalLM",
-        allowed="eager, flash_attention_2",
+        allowed="flash_attention_2, eager",
         write="model.attn_implementation=eager",
     )
     with pytest.raises(ConfigError) as caught:
-        build_model(hf())
+        build_model(hf(attn_implementation="sdpa"))
     assert_only_told(caught.value, told)
-    assert build_model(hf(attn_implementation="eager")).config._attn_implementation == "eager"
+    assert build_model(hf()).config._attn_implementation == "eager"
 
 
 def test_values_that_transformers_refuses() -> None:

@@ -1117,6 +1117,25 @@ def test_the_first_batch_counts_more_than_inputs_that_leave_parameters_out() -> 
     assert cutting.holders["frame"] == (0, 1)  # glue before the first part runs on both stages
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_losses_of_routers_are_refused_where_each_microbatch_would_have_its_own(learns: bool) -> None:
+    sizes = LLAMA | {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": learns}
+    model = built(hf("Mixtral", **sizes))
+
+    def planned(pp: PipelineParallel) -> str:
+        return plan_cut(model, find_blocks(model), pp, 2, False).name
+
+    one_f_one_b = PipelineParallel("1f1b", "microbatch", "1f1b")
+    assert planned(PipelineParallel()) == planned(dataclasses.replace(one_f_one_b, microbatches=1))
+    if not learns:
+        assert planned(one_f_one_b) == ""
+        return
+    with pytest.raises(ConfigError) as caught:
+        planned(one_f_one_b)
+    where = "pp.loss=microbatch with the model (output_router_logits)"
+    assert_only_told(caught.value, Told(where, "routers", "one device", allowed=("pp=exact",), write="pp=exact"))
+
+
 def test_random_numbers_that_several_stages_need_are_refused() -> None:
     model = built(Masking)
     assert not Chain(model, 2, microbatches=2).step((ids(),)).isnan().any()

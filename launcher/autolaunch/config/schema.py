@@ -169,8 +169,10 @@ class HFModel:
         "Classes of a classification, or numbers of a regression (null: those of its config).", None, ge=1
     )
     pretrained: bool = option("With model.path: read its weights (false: only its config, random weights).", True)
-    attn_implementation: str = option(
-        "Attention of `transformers`.", "sdpa", choices=("sdpa", "eager", "flash_attention_2")
+    attn_implementation: str | None = option(
+        "Attention of `transformers` (null: sdpa, or eager for models that have no sdpa).",
+        None,
+        choices=("sdpa", "eager", "flash_attention_2", None),
     )
     packed_attention: str = option(_PACKED_ATTENTION, "auto", choices=PACKED_KERNELS)
     trainable: list[str] | None = option(_TRAINABLE_HELP, None)

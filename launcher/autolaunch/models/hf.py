@@ -69,13 +69,14 @@ def build_hf(model_cfg: Mapping[str, Any]) -> nn.Module:
     except Exception as error:  # every family validates in its own way
         raise ConfigError(where, f"transformers refuses this config: {_one_line(error)}") from error
     _check_loss(config, task)
-    attention = model_cfg.get("attn_implementation") or "sdpa"
     model_class: Any = auto_class._model_mapping[config_class]
-    if not getattr(model_class, _SUPPORTS.get(attention, ""), True):
+    there = [name for name, flag in _SUPPORTS.items() if getattr(model_class, flag, True)] + ["eager"]
+    attention = model_cfg.get("attn_implementation") or ("sdpa" if "sdpa" in there else "eager")
+    if attention not in there:
         raise ConfigError(
             f"model.attn_implementation={attention}",
             f"transformers' {model_class.__name__} does not have it",
-            ", ".join(["eager", *(name for name, flag in _SUPPORTS.items() if getattr(model_class, flag, True))]),
+            ", ".join(there),
             "model.attn_implementation=eager",
         )
     try:

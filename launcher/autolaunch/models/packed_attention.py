@@ -59,7 +59,7 @@ def reason_of_config(config: Mapping[str, Any], cp: int) -> str | None:
     if "16" not in str(lightning_precision(precision)):
         return f"the kernel computes in bf16 and fp16 (precision={precision})"
     if model.get("name") == "hf":
-        if model["attn_implementation"] != "sdpa":
+        if model["attn_implementation"] not in (None, "sdpa"):
             return f"model.attn_implementation={model['attn_implementation']} computes it"
         if task_of(model) != "causal_lm":
             return f"model.task={model['task']} has no packed documents"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError, MeshShape, PipelineParallel
+from autolaunch_strategies.experts.auxiliary import router_losses
 from autolaunch_strategies.mesh.rank_mesh import RankMesh, coordinates
 from autolaunch_strategies.model.blocks import Block, Blocks
 from autolaunch_strategies.pipeline.cut import Cutting, Held, cut, hold
@@ -99,6 +100,8 @@ def plan_cut(
             raise _compiled_whole(name)
     cutting = cut(root, blocks, pp, len(placement(pp, ranks)), wrapped, steps)
     model = root.get_submodule(cutting.name.removesuffix("."))
+    if pp.loss == "microbatch" and pp.microbatches != 1:
+        _refuse_router_losses(model, cutting.name)
     _refuse_batch_statistics(model, cutting.name, pp)
     parts = {".".join(unit.split(".")[:depth]) for unit in cutting.units for depth in range(unit.count(".") + 1)}
     for name in sorted(parts):
@@ -121,6 +124,17 @@ def _refuse_batch_statistics(model: nn.Module, prefix: str, pp: PipelineParallel
                 "another result than on one device",
                 "pp=exact pp.microbatches=1",
             )
+
+
+def _refuse_router_losses(model: nn.Module, prefix: str) -> None:
+    """The first batch may not show it: routers begin even, and their loss counts little."""
+    for name in router_losses(model):
+        raise ConfigError(
+            f"pp.loss=microbatch with {(prefix + name).removesuffix('.') or 'the model'} (output_router_logits)",
+            "the loss of its routers is no mean over microbatches, so it would learn something else than on one device",
+            "pp=exact, which computes it of the whole batch; or a model without (output_router_logits=false)",
+            "pp=exact",
+        )
 
 
 def _compiled_whole(name: str) -> ConfigError:
