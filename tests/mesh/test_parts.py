@@ -15,9 +15,13 @@ from autolaunch_strategies.torch_private import checkpoints
 from autolaunch_strategies.torch_private.meshes import part_of_rank
 
 
-@pytest.mark.parametrize(("rows", "dp", "mp"), [(257, 4, 2), (257, 2, 2), (10, 4, 2), (7, 3, 2), (3, 4, 2), (64, 2, 4)])
+@pytest.mark.parametrize(
+    ("rows", "dp", "mp"), [(257, 4, 2), (257, 2, 2), (10, 4, 2), (7, 3, 2), (3, 4, 2), (4, 4, 2), (64, 2, 4)]
+)
 def test_a_part_of_a_part(rows: int, dp: int, mp: int) -> None:
     placements = (Replicate(), _StridedShard(0, split_factor=mp), Shard(0))
+    covered: dict[int, int] = {}
+    """First row of a part -> its rows, as checkpoints tell parts apart."""
     for first in range(dp):
         for then in range(mp):
             mesh: Any = SimpleNamespace(get_coordinate=lambda at=(1, first, then): at, size=(2, dp, mp).__getitem__)
@@ -26,7 +30,10 @@ def test_a_part_of_a_part(rows: int, dp: int, mp: int) -> None:
             torch.testing.assert_close(torch.arange(rows)[part], expected)
             assert columns == slice(0, 5)
             found = planner_helpers.compute_local_shape_and_global_offset((rows, 5), mesh, placements)
-            assert found == ((len(expected), 5), (part.start, 0))
+            assert found == ((len(expected), 5), (part.start if len(expected) else rows, 0))
+            covered.setdefault(found[1][0], found[0][0])
+            assert covered[found[1][0]] == found[0][0], "a part of no rows would be written in place of one with rows"
+    assert sum(covered.values()) == rows
     assert planner_helpers.compute_local_shape_and_global_offset is checkpoints._shape_and_offset
 
 

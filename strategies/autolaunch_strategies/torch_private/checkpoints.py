@@ -19,8 +19,12 @@ _torchs = planner_helpers.compute_local_shape_and_global_offset
 def _shape_and_offset(shape: Iterable[int], mesh: DeviceMesh, placements: Iterable[Any]) -> Any:
     if mesh.get_coordinate() is None:
         return _torchs(shape, mesh, placements)  # type: ignore[arg-type]  # as it was given them
+    shape = tuple(shape)
     parts = part_of_rank(shape, mesh, placements)
-    return tuple(part.stop - part.start for part in parts), tuple(part.start for part in parts)
+    sizes = tuple(part.stop - part.start for part in parts)
+    # DCP writes one of several parts that begin at one place: those of nothing begin where no other does.
+    begins = (part.start if size else whole for part, size, whole in zip(parts, sizes, shape, strict=True))
+    return sizes, tuple(begins)
 
 
 # DCP has no hook for it; with torch's own, uneven parts that are sharded twice overlap in a checkpoint.
