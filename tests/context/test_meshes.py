@@ -23,6 +23,7 @@ def same(group: str) -> list[str]:
 
 FOUR = {
     "llama@dp2xcp2-ring-level3", "llama@mp2xcp2-gather-sp", "llama@pp2xcp2-ring-exact", "nanogpt@cp4-usp",
+    "own-lengths@dp2xcp2-gather-level3",
 }  # fmt: skip
 """What runs every day: every other axis beside cp; two ranks meet every backend."""
 

@@ -398,7 +398,7 @@ class ShardedModule:
         refused: ConfigError | None = None
         # Replicas have other data, so a call may be new to one of them alone: the others must not notice.
         alone = gathered_once(self.module)
-        with torch.no_grad(), trial(self.sequences.device), self._trying(), alone:
+        with alone, torch.no_grad(), trial(self.sequences.device), self._trying():
             for cuts in () if statistics else _ways_to_cut(leaves, anchor):
                 short = [
                     self._short(leaf, anchor.size, dim, short_layout) for leaf, dim in zip(leaves, cuts, strict=True)

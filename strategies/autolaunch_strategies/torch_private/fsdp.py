@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -54,9 +55,20 @@ def end_left_forward(module: nn.Module) -> None:
             item._training_state = TrainingState.IDLE
 
 
+_ahead_of_training = ContextVar("_ahead_of_training", default=False)
+"""Whether what is gathered will be used by a forward pass that trains."""
+
+
+def gathers_for_training() -> bool:
+    """Whether what a forward pass gathers now is used by one that trains: itself, or the one that follows it."""
+    return torch.is_grad_enabled() or _ahead_of_training.get()
+
+
 @contextmanager
 def gathered_once(module: nn.Module) -> Iterator[None]:
     """Within it forwards of `module` gather together what one does, and leave it gathered for the one that follows.
+
+    It is entered with gradients as that one has them; those within may have none.
 
     To ranks that run `module` once in the meantime nothing is different: neither are there other collectives, nor does
     the order change in which the backward pass gathers again.
@@ -73,9 +85,11 @@ def gathered_once(module: nn.Module) -> Iterator[None]:
     places = [len(group._post_forward_indices) for group in groups]
     for group in groups:
         group.post_forward_mesh_info = None
+    ahead = _ahead_of_training.set(gathers_for_training())
     try:
         yield
     finally:
+        _ahead_of_training.reset(ahead)
         for group, info, count in zip(groups, frees, places, strict=True):
             group.post_forward_mesh_info = info
             del group._post_forward_indices[count:]

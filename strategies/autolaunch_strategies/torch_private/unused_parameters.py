@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from autolaunch_strategies.torch_private.fsdp import accumulates_apart, parameter_groups
+from autolaunch_strategies.torch_private.fsdp import accumulates_apart, gathers_for_training, parameter_groups
 from autolaunch_strategies.torch_private.tracing import has_no_values
 
 _ORDERS = 8_388_593
@@ -86,8 +86,8 @@ class UnusedParameters:
         def unshard(*args: Any, **kwargs: Any) -> None:
             before = group._all_gather_result
             gather(*args, **kwargs)
-            # Without gradients replicas may do different things (texts that end earlier).
-            if before is None and group._all_gather_result is not None and torch.is_grad_enabled():
+            # What does not train, replicas may do differently (texts that end earlier).
+            if before is None and group._all_gather_result is not None and gathers_for_training():
                 self._gathered[mesh] = (self._gathered[mesh] * 31 + place + 1) % _ORDERS
 
         return unshard
