@@ -63,6 +63,10 @@ def check(mesh, level):
         model.zero_grad()
     passes(data_parallel, mine, fail=False)
     compare(model, whole)
+    model.zero_grad()
+    model(mine).square().mean().backward(create_graph=True)
+    data_parallel.finish_backward()
+    compare(model, whole)
 
 def compare(model, whole):
     expected = dict(whole.named_parameters())

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError
 from tests.lightning import any_signature
-from tests.lightning.modules import AutoEncoder, Classifier, Gan, LanguageModel, LateLanguageModel
+from tests.lightning.modules import AutoEncoder, Classifier, Critic, Forces, Gan, LanguageModel, LateLanguageModel
 from tests.support.cases import OUT, RANK, WORLD, no_compiler, serve
 
 Case = Callable[[], Any]
@@ -273,6 +273,11 @@ for level in LEVELS:
     )  # fmt: skip
     parity(f"thawed-{level}", FineTuned, {"level": level}, max_epochs=2)
     parity(f"gan-{level}", Gan, {"level": level})
+    parity(f"critic-{level}", Critic, {"level": level})
+    parity(
+        f"forces-{level}", Forces, {"level": level}, val=loader, accumulate_grad_batches=2, inference_mode=False,
+        val_check_interval=1,
+    )  # fmt: skip
     parity(f"adafactor-{level}", WithAdafactor, {"level": level}, val=loader)
 for level in (0, 3):
     parity(

@@ -182,6 +182,73 @@ class Gan(pl.LightningModule):
         return torch.optim.Adam(own, lr=1e-2), torch.optim.SGD(self.discriminator.parameters(), lr=0.1)
 
 
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Forces(pl.LightningModule):
+    """A potential: forces are the gradient of the energy within the forward of the model, and what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer(16) for _ in range(3)))
+        self.energy = nn.Linear(16, 1)
+        self.scale = nn.Parameter(torch.rand(16))
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            positions = positions.detach().requires_grad_()
+            energy = self.energy(self.layers(positions * self.scale)).squeeze(-1)
+            (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
+        return energy, -slope
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        positions, _ = batch
+        _, forces = self(positions)
+        loss = F.mse_loss(forces, torch.sin(positions))
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        energy, forces = self(batch[0])
+        self.log("val_loss", energy.mean() + forces.square().mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Critic(pl.LightningModule):
+    """Two losses by hand, the second one a penalty on a gradient, between which the model is called once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.Sequential(*(Layer(16) for _ in range(3)))
+        self.score = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.score(self.layers(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, x = self.optimizers(), batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).sum(), x, create_graph=True)
+        loss = self(x.detach().flip(-1)).mean() - self(x).mean()
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss + penalty, retain_graph=True)
+        self.manual_backward(penalty)
+        optimizer.step()
+        self.log_dict({"loss": loss, "penalty": penalty}, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def _tokens(batch: Any) -> torch.Tensor:
     """Batches of the shared data set are (floats, labels); token ids are made from both."""
     x, y = batch

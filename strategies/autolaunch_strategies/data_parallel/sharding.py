@@ -47,6 +47,7 @@ from autolaunch_strategies.torch_private.fsdp import (
     keep_through_nested_forwards,
 )
 from autolaunch_strategies.torch_private.gradient_hooks import has_gradient_hooks
+from autolaunch_strategies.torch_private.second_derivatives import SecondDerivatives
 from autolaunch_strategies.torch_private.sharding_rules import read_whole_numbers
 from autolaunch_strategies.torch_private.unused_parameters import UnusedParameters
 
@@ -67,6 +68,8 @@ class DataParallelModule:
     accumulates: bool = False
     keeps_gathered: bool = False
     """Whether parameters may have stayed gathered since a backward pass that only added to the gradients."""
+    second_derivatives: SecondDerivatives | None = None
+    """Of what is sharded."""
 
     def begin(self, autocast: torch.dtype | None = None) -> None:
         """Start exchanging gradients. Called once, when every parameter has its values.
@@ -80,6 +83,7 @@ class DataParallelModule:
                 gather_in(self.root, set(linear_weights(self.root).values()), autocast)
             names = {parameter: name for name, parameter in self.root.named_parameters()}
             UnusedParameters(self.root, _refuse_other_orders, partial(_refuse_write, names))
+            self.second_derivatives = SecondDerivatives(self.root, self._exchanges)
         parameters = dict(self.root.named_parameters())
         averaged = {parameters[name]: group for name, group in self.averaged.items() if group.averages}
         if averaged:
@@ -130,11 +134,11 @@ class DataParallelModule:
         frees what of them is gathered. Collective.
         """
         sharded = self.root if isinstance(self.root, FSDPModule) else None
-        exchange = not (self.accumulates and self.level == 1)
+        exchange, all_reduce = self._exchanges()
 
         def complete(units: Iterable[nn.Module]) -> None:
             if sharded is not None:
-                exchange_after_last_backward(units, exchange, all_reduce=not self.accumulates)
+                exchange_after_last_backward(units, exchange, all_reduce)
 
         if self.average is not None:
             self.average.enabled = False
@@ -148,10 +152,14 @@ class DataParallelModule:
             raise
         else:
             if sharded is not None:
-                end_several_backwards(sharded, exchange, all_reduce=not self.accumulates)
+                end_several_backwards(sharded, exchange, all_reduce)
         finally:
             if self.average is not None:
                 self.average.enabled = not self.accumulates
+
+    def _exchanges(self) -> tuple[bool, bool]:
+        """Whether sharded gradients are reduce-scattered after a backward pass, and whether summed over replicas."""
+        return not (self.accumulates and self.level == 1), not self.accumulates
 
     def units(self) -> dict[str, nn.Module]:
         """What is sharded by itself, by name, without what belongs to none of it."""
@@ -170,10 +178,17 @@ class DataParallelModule:
         """Free every gathered parameter. After an optimizer step their values are old."""
         if not isinstance(self.root, FSDPModule):
             return
+        if self.second_derivatives is not None:
+            self.second_derivatives.forget()
         for module in modules_of(self.root):
             if isinstance(module, FSDPModule):
                 end_left_forward(module)  # a stage leaves the forward of its model behind its own part
                 module.reshard()
+
+    def forget_until_backward(self) -> None:
+        """Free every gathered parameter that the backward pass gathers again, which not all may do."""
+        if self.second_derivatives is None or not self.second_derivatives.is_kept:
+            self.forget_gathered()
 
     def end_step(self) -> None:
         """Free what still is gathered, as it is where the last backward pass of a step did not take place."""

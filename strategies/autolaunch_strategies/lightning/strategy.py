@@ -573,7 +573,7 @@ class MeshStrategy(ParallelStrategy):
                 self._items.begin(args[0], *self._place_in_step(), is_counted=self.batches.is_counted())
             output = self._as_forward("training_step", *args, **kwargs)
         if self._steps is None and self._module.automatic_optimization and gradients_are_read(self._module):
-            self._applied.data_parallel.forget_gathered()  # gradients belong to sharded parameters
+            self._applied.data_parallel.forget_until_backward()  # gradients belong to sharded parameters
         return output
 
     def _numbers_of_step(self, args: Any) -> AbstractContextManager[None]:

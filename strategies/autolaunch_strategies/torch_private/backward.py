@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 
 class AfterBackward:
@@ -47,6 +49,24 @@ def run_backward_of(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.T
 def is_differentiating() -> bool:
     """Whether a backward pass is on its way in this thread."""
     return number_of_backward() != -1
+
+
+def is_graph_retained() -> bool:
+    """Whether the backward pass that runs in this thread keeps its graph for another one (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def adds_to_any(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward pass that runs in this thread adds to the gradients of any of these leaves.
+
+    `Tensor.backward` does, and `torch.autograd.grad` returns gradients, also those of leaves.
+    """
+    for leaf in leaves:
+        if leaf.requires_grad:
+            with suppress(RuntimeError):  # raised for what `torch.autograd.grad` was asked for
+                if torch._C._will_engine_execute_node(get_gradient_edge(leaf).node):
+                    return True
+    return False
 
 
 def number_of_backward() -> int:

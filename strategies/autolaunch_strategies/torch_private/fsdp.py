@@ -137,16 +137,17 @@ def begin_several_backwards(root: nn.Module) -> None:
     root.set_requires_gradient_sync(False)
 
 
-def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool) -> None:
+def end_several_backwards(root: nn.Module, exchange: bool, all_reduce: bool, free: bool = True) -> None:
     """Do once what `fully_shard` does at the end of a backward pass.
 
     Args:
         exchange: reduce-scatter gradients; if not, they stay with the whole parameters.
         all_reduce: sum them over replicas, too, where there are several.
+        free: whole parameters, now and after each backward pass from now on.
     """
     assert isinstance(root, FSDPModule)
     root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
+    root.set_reshard_after_backward(free)
     root.set_requires_gradient_sync(exchange)
     if exchange:
         root.set_requires_all_reduce(all_reduce)

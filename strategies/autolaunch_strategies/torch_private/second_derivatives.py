@@ -1,0 +1,116 @@
+"""Gradients of gradients of sharded modules: penalties on gradients, forces that are gradients of an energy.
+
+What a backward pass computes that is to be differentiated itself (`create_graph=True`) has saved whole parameters. The
+pass that differentiates it begins with them, before it comes to any module of the forward pass that would have
+`fully_shard` gather them again: had they been freed, it would read freed memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from autolaunch_strategies.torch_private.backward import (
+    AfterBackward,
+    adds_to_any,
+    is_differentiating,
+    is_graph_retained,
+)
+from autolaunch_strategies.torch_private.fsdp import (
+    abandon_several_backwards,
+    begin_several_backwards,
+    end_several_backwards,
+    parameter_groups,
+)
+
+
+class SecondDerivatives:
+    """Keeps the parameters of a sharded module whole from a backward pass that may be differentiated to the next one.
+
+    The next one may go through a module any number of times, by what was computed forward and by what was computed
+    backward, so gradients are exchanged at its end. A pass that adds to gradients (`Tensor.backward`) keeps nothing:
+    they are exchanged, which can't be differentiated.
+
+    Args:
+        root: the outermost sharded module, initialised.
+        exchanges: whether a backward pass of this moment reduce-scatters gradients, and whether it sums them over
+            replicas.
+    """
+
+    def __init__(self, root: nn.Module, exchanges: Callable[[], tuple[bool, bool]]) -> None:
+        assert isinstance(root, FSDPModule)
+        self._root, self._exchanges = root, exchanges
+        self._context: Any = root._get_fsdp_state()._state_ctx
+        self._groups = [group for state in self._context.all_states for group in parameter_groups(state)]
+        self._frees_after_forward: list[Any] = []
+        """Of each group what says so, while none of them does."""
+        self._follows = False
+        self._after = AfterBackward(self._end)
+        for group in self._groups:
+            group.post_backward = self._noticed(group.post_backward)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether parameters are kept whole for a backward pass that has not ended."""
+        return bool(self._frees_after_forward)
+
+    def forget(self) -> None:
+        """No backward pass follows. What is whole may be freed."""
+        if not self.is_kept:
+            return
+        if self._follows:  # it was left by an error
+            abandon_several_backwards(self._root, self._exchanges()[0])
+        self._root.set_reshard_after_backward(True)
+        self._free_after_forward()
+
+    def _noticed(self, end_module: Callable[..., None]) -> Callable[..., None]:
+        def post_backward(*unused: Any) -> None:
+            if is_differentiating():
+                if torch.is_grad_enabled():
+                    self._begin()
+                elif self.is_kept:
+                    self._follow()
+            end_module(*unused)
+
+        return post_backward
+
+    def _begin(self) -> None:
+        """A backward pass that may be differentiated has come to a module."""
+        if self.is_kept or not self._context.is_last_backward:  # of several nothing is freed
+            return
+        gathered = (item for group in self._groups for item in group.fsdp_params if hasattr(item, "_unsharded_param"))
+        if adds_to_any(item._unsharded_param for item in gathered):
+            return
+        self._root.set_reshard_after_backward(False)
+        for group in self._groups:
+            self._frees_after_forward.append(group.post_forward_mesh_info)
+            group.post_forward_mesh_info = None
+
+    def _follow(self) -> None:
+        """A backward pass that is not differentiated has come to a module."""
+        if self._follows:
+            return
+        if not self._context.is_last_backward:  # others follow, and whoever counts them frees
+            self._free_after_forward()
+            return
+        self._follows = True
+        begin_several_backwards(self._root)
+        self._after.arm()
+
+    def _end(self) -> None:
+        exchange, all_reduce = self._exchanges()
+        retained = is_graph_retained()
+        end_several_backwards(self._root, exchange, all_reduce, free=not retained)
+        self._follows = False
+        if not retained:
+            self._free_after_forward()
+
+    def _free_after_forward(self) -> None:
+        for group, info in zip(self._groups, self._frees_after_forward, strict=True):
+            group.post_forward_mesh_info = info
+        self._frees_after_forward.clear()
+        self._follows = False
