@@ -618,6 +618,38 @@ def summary_of_example_input() -> Any:
     return ModelSummary(module).total_parameters
 
 
+class AddsNoise(torch.optim.SGD):
+    """Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for item in (item for group in self.param_groups for item in group["params"]):
+            item.add_(torch.randn_like(item), alpha=1e-2)
+        return loss
+
+
+@case("ranks")
+def noise_of_an_optimizer() -> Any:
+    """The weights after each step of a model that draws for its samples, too, and what this rank would draw next."""
+
+    class Noisy(AutoEncoder):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step((batch[0] + torch.randn_like(batch[0]), None), batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return AddsNoise(self.parameters(), lr=0.0)
+
+    class After(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(whole(pl_module.encoder[0].weight).flatten().tolist())
+
+    seen: list[list[float]] = []
+    pl.seed_everything(1, verbose=False)
+    make_trainer(mesh_strategy(0), After(), max_steps=3).fit(Noisy(), loader())
+    return {"weights": seen, "next": torch.rand(()).item()}
+
+
 @case("ranks")
 def refusals() -> Any:
     messages = []

@@ -198,6 +198,14 @@ def test_it_is_told_once_that_an_assigned_gradient_is_not_averaged(ranks: Group)
     assert len(by_hand) == 1 and "dp: the gradient of encoder.0.weight was assigned" in by_hand[0]
 
 
+def test_replicas_stay_alike_where_their_optimizer_draws(ranks: Group) -> None:
+    one, other = ranks.read_all("noise_of_an_optimizer")
+    assert one["weights"] == other["weights"] and one["next"] != other["next"]
+    first, second, third = one["weights"]
+    moves = [[b - a for a, b in zip(*pair, strict=True)] for pair in ((first, second), (second, third))]
+    assert differences(*moves, 1e-4) != []
+
+
 def test_refusals_come_before_the_first_step(ranks: Group) -> None:
     assert ranks.read("refusals", 0) == ranks.read("refusals", 1)
     assert ranks.read("refusals") == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import time
@@ -76,7 +77,12 @@ from autolaunch_strategies.pipeline.idle import idle_share
 from autolaunch_strategies.pipeline.structure import BatchDims, samples_in
 from autolaunch_strategies.plan.choose import planned_part
 from autolaunch_strategies.tensor.views import plain
-from autolaunch_strategies.training.optimizers import adapt_optimizer, check_optimizer_in_stages, prefer_fused
+from autolaunch_strategies.training.optimizers import (
+    adapt_optimizer,
+    check_optimizer_in_stages,
+    draw_alike,
+    prefer_fused,
+)
 from autolaunch_strategies.training.weights import weighed
 
 log = logging.getLogger(__name__)
@@ -747,7 +753,16 @@ class MeshStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             adapt_optimizer(optimizer)
             prefer_fused(optimizer)
+            if self.parallel.dp.split(self.shape.dp)[0] > 1:
+                draw_alike(optimizer, self._seed_of_update, self.root_device)
             optimizer.register_step_post_hook(self._after_step)
+
+    def _seed_of_update(self) -> int:
+        """Of the random numbers of the optimizer step that follows; replicas of what this rank holds have the same."""
+        _, shards = self.parallel.dp.split(self.shape.dp)
+        part = self.dp_rank % shards
+        words = f"{self.place.seed}:{self._module.trainer.global_step}:{part}"
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
     def weights_changed(self) -> None:
         """Weights were changed from outside of a step: what is gathered of them is freed, as its values are old."""

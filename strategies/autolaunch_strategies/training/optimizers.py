@@ -9,6 +9,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.torch_private.meshes import local_index, local_part
+from autolaunch_strategies.torch_private.random_state import saved_random_state, seed_torch
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +160,28 @@ def adapt_optimizer(optimizer: torch.optim.Optimizer) -> None:
     _where_updates_fail(optimizer, placeholders.leave)
 
 
+def draw_alike(optimizer: torch.optim.Optimizer, seed: Callable[[], int], device: torch.device) -> None:
+    """Let what torch draws in updates of `optimizer` (noise, stochastic rounding) depend on `seed` alone.
+
+    Ranks that hold replicas draw other numbers for other samples; weights to which each added its own would part.
+
+    Args:
+        seed: of an update: the same on ranks that hold the same parameters, and another one for every step.
+    """
+    kept = ExitStack()
+
+    def begin(_: torch.optim.Optimizer) -> None:
+        kept.enter_context(saved_random_state(device))
+        seed_torch(seed(), device)
+
+    def end(*_: Any) -> None:
+        kept.close()
+
+    _before_updates(optimizer, begin, end)  # some call their closure, which runs the model, several times
+    optimizer.register_step_post_hook(end)
+    _where_updates_fail(optimizer, end)
+
+
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
     """Let Adam and AdamW update all parameters of a group in one pass over memory, where nobody chose another way.
 
@@ -181,7 +205,11 @@ def _can_be_fused(parameter: torch.Tensor) -> bool:
     return part.is_floating_point() and part.device.type in ("cpu", "cuda") and part.is_contiguous()
 
 
-def _before_updates(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], None]) -> None:
+def _before_updates(
+    optimizer: torch.optim.Optimizer,
+    act: Callable[[torch.optim.Optimizer], None],
+    before_closure: Callable[[], None] = lambda: None,
+) -> None:
     """Have `act` called in each step right before the update; of a step with a closure, when that made gradients."""
 
     def enter(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -193,6 +221,7 @@ def _before_updates(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim
             return args, kwargs
 
         def run() -> Any:
+            before_closure()
             loss = closure()
             act(optimizer)
             return loss
