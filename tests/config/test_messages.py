@@ -320,7 +320,7 @@ WRONG = [
     ),
     pytest.param(
         ["--verison"],
-        Told("--verison", "--version", write="autolaunch --help"),
+        Told("--verison", "--version", write="autolaunch --version"),
         id="unknown-flag",
     ),
     pytest.param(
@@ -480,7 +480,7 @@ WRONG = [
     pytest.param(
         ["model=lama", "trainer.max_step=3", "data.seq_len=0", "mesh=0"],
         [
-            Told("mesh=0", "size 0", allowed=("1 or more", "-1")),
+            Told("mesh=0", "size 0", write="mesh=1", allowed=("1 or more", "-1")),
             Told("model=lama", "llama", allowed="custom, hf, llama", write="model=llama"),
             Told("trainer.max_step=3", "trainer.max_steps", write="trainer.max_steps=3"),
             Told("data.seq_len=0", "out of range", allowed="1 or more"),
@@ -541,7 +541,7 @@ WRONG = [
     ),
     pytest.param(
         ["hydra/launcher=slurm"],
-        Told("hydra/launcher=slurm", "no option", allowed="basic"),
+        Told("hydra/launcher=slurm", "no option", write="launch=slurm", allowed="basic"),
         id="hydra-option",
     ),
     pytest.param(
@@ -623,7 +623,7 @@ WRONG = [
     ),
     pytest.param(
         ["-m", "mesh=1,2x0"],
-        Told("mesh=2x0", "size 0", allowed=("1 or more", "-1")),
+        Told("mesh=2x0", "size 0", write="mesh=2x1", allowed=("1 or more", "-1")),
         id="sweep-with-bad-mesh",
     ),
     pytest.param(
@@ -865,7 +865,7 @@ WRONG = [
     ),
     pytest.param(
         ["mesh=2x0"],
-        Told("mesh=2x0", "size 0", allowed=("1 or more", "-1")),
+        Told("mesh=2x0", "size 0", write="mesh=2x1", allowed=("1 or more", "-1")),
         id="mesh-zero",
     ),
     pytest.param(
@@ -910,7 +910,7 @@ WRONG = [
     ),
     pytest.param(
         ["mesh.dp=0"],
-        Told("mesh=0", "size 0", allowed=("1 or more", "-1")),
+        Told("mesh=0", "size 0", write="mesh=1", allowed=("1 or more", "-1")),
         id="mesh-key-zero",
     ),
     pytest.param(
@@ -1333,7 +1333,7 @@ WRONG = [
     ),
     pytest.param(
         ["--config-dir", "mine", "experiment=bad_mesh"],
-        Told("mesh=2x0 (mine/experiment/bad_mesh.yaml)", "size 0", allowed=("1 or more", "-1")),
+        Told("mesh=2x0 (mine/experiment/bad_mesh.yaml)", "size 0", write="mesh=2x1", allowed=("1 or more", "-1")),
         id="own-yaml-bad-mesh",
     ),
     pytest.param(

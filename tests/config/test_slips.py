@@ -78,6 +78,7 @@ def test_a_command_line_full_of_slips(capsys: pytest.CaptureFixture[str]) -> Non
         (["help"], "autolaunch [task] [group=option] [key=value]", "Traceback"),
         (["help", "fit"], "autolaunch [task] [group=option] [key=value]", "Traceback"),
         (["help", "trainer"], "trainer.max_steps", "model.size"),
+        (["fit", "help", "trainer"], "trainer.max_steps", "model.size"),
         (["--help", "trainer"], "trainer.max_steps", "model.size"),
         (["--help", "model=llama", "mesh=2"], "autolaunch [task] [group=option] [key=value]", "Traceback"),
         (["--info", "model=hf"], "model.path", "model.hidden_size"),
@@ -107,6 +108,16 @@ def test_pages(words: list[str], page: str, absent: str, capsys: pytest.CaptureF
         (["--nproc-per-node=2"], "mesh=2"),
         (["--bf16", "mesh=2"], "precision=bf16-mixed"),
         (["--trainer.max_steps", "3"], "autolaunch trainer.max_steps=3"),
+        (["-mesh=2"], "autolaunch mesh=2"),
+        (["-multirun", "mesh=1,2"], "autolaunch --multirun mesh=1,2"),
+        (["--m", "mesh=1,2"], "autolaunch -m mesh=1,2"),
+        (["--cofig-dir", "conf", "mesh=2"], "autolaunch --config-dir conf mesh=2"),
+        (["\u2014help"], "autolaunch --help"),
+        (["\u2013m", "mesh=1,2"], "autolaunch -m mesh=1,2"),
+        (["\u2014mesh=2"], "autolaunch mesh=2"),
+        (["mesh:2"], "mesh=2"),
+        (["mesh:", "2"], "mesh=2"),
+        (["data.seq_len: 8"], "data.seq_len=8"),
     ],
 )
 def test_words_in_the_wrong_place(words: list[str], write: str) -> None:
@@ -122,6 +133,7 @@ def test_words_in_the_wrong_place(words: list[str], write: str) -> None:
         ("dp=2", "dp2"),
         ("{dp:2,tp:2}", "dp2xtp2"),
         ("(2, 2)", "2x2"),
+        ("8*2", "8x2"),
         ("dp2,dp4", ""),
         ("2,4", ""),
     ],
@@ -133,6 +145,31 @@ def test_shapes_with_other_signs(value: str, meant: str) -> None:
 def test_axes_in_a_list_are_one_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["mesh=tp2,pp2"]) == 2
     assert "write:   mesh=tp2xpp2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "write"),
+    [
+        ("mesh=fsdp2", "dp=fsdp"),
+        ("mp=fsdp", "dp=fsdp"),
+        ("model=lora", "adapter=lora"),
+        ("launch=torchrun", "torchrun --nproc-per-node 2 -m autolaunch mesh=2"),
+        ("optimizer=adamw8bit", "optimizer=custom optimizer._target_=torchao.optim.AdamW8bit"),
+        ("optimizer=torch.optim.RMSprop", "optimizer=custom optimizer._target_=torch.optim.RMSprop"),
+        ("model=gpt2", "model=hf model.path=OWNER/gpt2"),
+        ("data=chats.jsonl", "data=documents data.path=chats.jsonl"),
+        ("mesh=2x", "mesh=2"),
+        ("mesh=2x0", "mesh=2x1"),
+        ("mesh=8*2", "mesh=8x2"),
+        ("\u201cmesh=2\u201d", "mesh=2"),
+        ("name=\u201cmine\u201d", "name=mine"),
+        ("name=\u201cmy run, the first\u201d", "'name=\"my run, the first\"'"),
+        ("name=it\u2019s", "'name=\"it\u2019s\"'"),
+    ],
+)
+def test_what_no_option_is_called(typed: str, write: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([typed]) == 2
+    assert f"write:   {write}\n" in capsys.readouterr().err
 
 
 def test_a_name_in_other_letters(capsys: pytest.CaptureFixture[str]) -> None:

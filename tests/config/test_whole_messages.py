@@ -35,7 +35,7 @@ COMMANDS = [
     ),
     pytest.param(
         ["--verison"],
-        "--verison: no such flag; did you mean --version?\n  write:   autolaunch --help",
+        "--verison: no such flag; did you mean --version?\n  write:   autolaunch --version",
         id="flag",
     ),
     pytest.param(
@@ -91,6 +91,7 @@ COMMANDS = [
         ["model=lama", "trainer.max_step=3", "data.seq_len=0", "mesh=0"],
         "mesh=0: an axis of size 0\n"
         "  allowed: every size is 1 or more; one may be -1 (what is left)\n"
+        "  write:   mesh=1\n"
         "model=lama: model has no option 'lama'; did you mean llama?\n"
         "  allowed: custom, hf, llama\n"
         "  write:   model=llama\n"

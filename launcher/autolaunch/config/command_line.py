@@ -87,11 +87,14 @@ def parse(argv: Sequence[str]) -> CommandLine:
         ConfigError: an unknown flag or task, or a word that is neither.
     """
     parser = _parser()
-    argv = ["--help", *argv[1:]] if argv[:1] == ["help"] else list(argv)
+    argv = _help_as_a_flag(argv)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    _refuse_typographic_dashes(argv)
+    if word := _long_flag_with_one_dash(argv, flags):
+        raise _unknown_flag(word, argv, flags)
     known, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise _unknown_flag(unknown[0], _word_behind(unknown[0], argv), flags)
+        raise _unknown_flag(unknown[0], argv, flags)
     for flag in ("config_dir", "config_path"):
         directory = getattr(known, flag)
         if directory is not None and not directory.is_dir():
@@ -131,6 +134,43 @@ def parse(argv: Sequence[str]) -> CommandLine:
     )
 
 
+def _help_as_a_flag(argv: Sequence[str]) -> list[str]:
+    """The words with `help`, which may stand in front or behind a task, as the flag that it means."""
+    at = next((at for at, word in enumerate(argv[:2]) if word == "help"), None)
+    if at is None or (at == 1 and argv[0] not in TASKS):
+        return list(argv)
+    return ["--help", *argv[:at], *argv[at + 1 :]]
+
+
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""What word processors make of one dash, or of two."""
+
+
+def _refuse_typographic_dashes(argv: Sequence[str]) -> None:
+    plain = [_with_plain_dashes(word) for word in argv]
+    for word, meant in zip(argv, plain, strict=True):
+        if word != meant:
+            raise ConfigError(word, f"begins with {word[0]!r}, and flags with -", write=line_of(plain))
+
+
+def _with_plain_dashes(word: str) -> str:
+    rest = word.lstrip(_DASHES + "-")
+    if not rest or word[0] not in _DASHES:
+        return word
+    return rest if "=" in rest else f"-{rest}" if len(rest) == 1 else f"--{rest}"
+
+
+def line_of(words: Sequence[str]) -> str:
+    """A whole line to write."""
+    return shlex.join(["autolaunch", *words])
+
+
+def _long_flag_with_one_dash(argv: Sequence[str], flags: Sequence[str]) -> str:
+    """`-multirun` or `-mesh=2`, which argparse takes for `-m` with something behind it; empty if there is none."""
+    single = (word for word in argv if re.match(r"-\w", word) and word not in flags)
+    return next((word for word in single if word[1] in "hmr" or f"-{word.partition('=')[0]}" in flags), "")
+
+
 def _asked_for_help(known: argparse.Namespace) -> CommandLine:
     """`--help`, or `--help trainer`, which asks for the page of a key."""
     words = [word for word in known.overrides if word not in (*TASKS, *HYDRA_INFO)]
@@ -166,31 +206,43 @@ def _word_behind(flag: str, argv: Sequence[str]) -> str:
     return behind[0] if behind and not behind[0].startswith("--") and "=" not in behind[0] else ""
 
 
-def _unknown_flag(typed: str, behind: str, flags: list[str]) -> ConfigError:
+def _unknown_flag(typed: str, argv: Sequence[str], flags: Sequence[str]) -> ConfigError:
     name, _, value = typed.partition("=")
-    key, value = name.lstrip("-").replace("-", "_"), value or behind
+    behind = _word_behind(typed, argv)
+    bare = name.lstrip("-")
+    key, value = bare.replace("-", "_"), value or behind
     shown = typed if "=" in typed or not behind else f"{typed} {behind}"
     if meant := slip(shown, key, value or "true"):
         return ConfigError(shown, "settings are written key=value, without dashes", meant.allowed, meant.write)
-    flags = [flag for flag in flags if flag.startswith("--")]
-    very_close = difflib.get_close_matches(name, flags, n=1, cutoff=0.8)
-    if very_close:
-        return ConfigError(shown, f"no such flag; did you mean {very_close[0]}?", write="autolaunch --help")
+    if flag := _flag_meant(bare, flags):
+        problem = f"no such flag; did you mean {flag}?"
+        return ConfigError(
+            typed, problem, write=line_of([typed.replace(name, flag) if w == typed else w for w in argv])
+        )
     if value:
-        return ConfigError(shown, "keys are written without dashes", write=shlex.join(["autolaunch", f"{key}={value}"]))
-    close = nearest(name, flags) if name.startswith("--") else ""
-    return ConfigError(typed, "no such flag" + (f"; did you mean {close}?" if close else ""), write="autolaunch --help")
+        return ConfigError(shown, "keys are written without dashes", write=line_of([f"{key}={value}"]))
+    return ConfigError(typed, "no such flag", write="autolaunch --help")
+
+
+def _flag_meant(bare: str, flags: Sequence[str]) -> str:
+    """The flag that was meant by a name without its dashes; empty if it is like none."""
+    if f"-{bare}" in flags:
+        return f"-{bare}"
+    long = [flag for flag in flags if flag.startswith("--")]
+    return next(iter(difflib.get_close_matches(f"--{bare}", long, n=1, cutoff=0.8)), "")
 
 
 def _key_apart(words: Sequence[str], position: int) -> ConfigError | None:
-    """A key whose value stands apart from it (`trainer.max_steps 3`, `mesh = 2`), or a file of keys."""
+    """A key whose value stands apart from it (`trainer.max_steps 3`, `mesh = 2`, `mesh:2`), or a file of keys."""
     word, behind = words[position], [other for other in words[position + 1 :] if other != "="]
     if word.endswith((".yaml", ".yml")):
         return ConfigError(word, "neither a task nor key=value", write=f"experiment={word}")
-    if "." not in word and word not in field_types(Job):
+    key, colon, value = word.partition(":")
+    if "." not in key and key not in field_types(Job):
         return None
-    value = behind[0] if behind and "=" not in behind[0] else "..."
-    return ConfigError(word, "key and value are one word", write=f"{word}={value}")
+    value = value.strip() or (behind[0] if behind and "=" not in behind[0] else "...")
+    problem = "a colon stands in files; here it is =" if colon else "key and value are one word"
+    return ConfigError(word, problem, write=shlex.quote(f"{key}={value}"))
 
 
 _OTHER_WORDS = {"train": "fit", "run": "fit", "evaluate": "validate", "infer": "predict"}

@@ -39,7 +39,7 @@ from autolaunch.config.against_schema import alike, field_types, is_list, keys_t
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, TASKS, Job
-from autolaunch.config.slips import shape_meant, slip
+from autolaunch.config.slips import line_for_name, line_for_option, shape_meant, slip
 from autolaunch.config.sources import (
     GROUPS_OF_FILES,
     ExperimentFileSource,
@@ -265,6 +265,8 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
     at = len(position[1]) if position else None
     spoilt = f": {override[at]!r} has a meaning of its own" if at is not None and at < len(override) else ""
     override = unquoted(override)
+    if meant := _with_plain_quotes(override):
+        return ConfigError(override, "has quotes of a word processor", "' and \"", shlex.quote(meant))
     key, _, value = override.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[A-Za-z_$][\w.$/@:-]*", key):
         return ConfigError(
@@ -287,6 +289,17 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
             problem = f"Hydra cannot read this value{spoilt}"
             return ConfigError(override, problem, "a list of texts in quotes", shlex.quote(f"{key}=[{listed}]"))
     return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", as_typed(key, value))
+
+
+_PLAIN_QUOTES = str.maketrans("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a\u201b", '""""""\'\'\'\'')
+"""What word processors make of quotes -> those of a shell."""
+
+
+def _with_plain_quotes(override: str) -> str:
+    """What was meant by an override with quotes of a word processor, without those that do nothing; empty if none."""
+    plain = override.translate(_PLAIN_QUOTES)
+    bare = re.sub(r"""(["'])([\w./=-]+)\1""", r"\2", plain)
+    return next((line for line in (bare, plain.strip("'\""), plain) if line != override and _readable(line)), "")
 
 
 def _readable(override: str) -> bool:
@@ -474,13 +487,25 @@ def _no_such_option(override: str, path: str, loader: ConfigLoader) -> ConfigErr
     if meant := slip(override, group, typed):  # pp=2
         return meant
     options = loader.get_group_options(group, ObjectType.CONFIG)
-    close = _OTHER_NAMES.get(path) or _option_meant(group, option, options)
+    named = _OTHER_NAMES.get(path)
+    elsewhere = "" if named else line_for_option(group, option, _names_of_options(loader))
+    close = "" if elsewhere else named or _option_meant(group, option, options)
+    own = f"{key}={typed.replace(option, close) if typed.startswith('[') else close}" if close else ""
     return ConfigError(
         override,
         f"{group} has no option {option!r}" + (f"; did you mean {close}?" if close else ""),
         _options_text(group, options),
-        f"{key}={typed.replace(option, close) if typed.startswith('[') else close}" if close else "",
+        elsewhere or own or line_for_name(group, option),
     )
+
+
+def _names_of_options(loader: ConfigLoader) -> dict[str, dict[str, str]]:
+    """Group -> what its options are called, by us and by other tools -> the option."""
+    names = {group: {name: name for name in loader.get_group_options(group, ObjectType.CONFIG)} for group in GROUPS}
+    for path, option in _OTHER_NAMES.items():
+        group, _, name = path.partition("/")
+        names[group][name] = option
+    return names
 
 
 def _option_meant(group: str, option: str, options: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from autolaunch_strategies.config import AXIS_SPELLINGS, ConfigError
 
@@ -87,6 +88,21 @@ _LINES = {
 _BY_KEY = {key: line for keys, line in _LINES.items() for key in keys.split()}
 """Keys of other tools -> the line to write; one without dots stands for itself in any section of theirs, too."""
 
+_LINES_FOR_OPTIONS = {
+    "optimizer adamw8bit adamw_8bit paged_adamw_8bit adam8bit":
+        "optimizer=custom optimizer._target_=torchao.optim.AdamW8bit",
+    "optimizer muon": "optimizer=custom optimizer._target_=autolaunch.models.muon.Muon "
+        "'optimizer.groups=[{match: [.*embed_tokens, lm_head], muon: false}]'",
+    "launch torchrun": "torchrun --nproc-per-node 2 -m autolaunch mesh=2",
+    "launch srun sbatch": "launch=slurm",
+}  # fmt: skip
+_BY_PATH = {"model": "model=hf model.path", "data": "data=documents data.path"}
+"""Groups of which most options of other tools are names or paths here."""
+
+_BY_OPTION = {(group, name): line for keys, line in _LINES_FOR_OPTIONS.items() for group, *names in [keys.split()]
+              for name in names}  # fmt: skip
+"""(group, what is no option of it) -> the line to write."""
+
 _PER_DEVICE = "the batch size here counts all ranks: batch per device x ranks along dp x accumulated batches"
 _NO_FP16 = "there is no fp16; bf16 takes as much memory and needs no scale of the loss"
 
@@ -113,8 +129,8 @@ def foreign_line(key: str, value: str) -> str:
 
 
 def shape_meant(value: str) -> str:
-    """The mesh that was meant by axes in a list (`tp2,pp2`) or by other signs (`dp=2`, `(2,2)`), or an empty string."""
-    if re.fullmatch(r"\(\d+(,\s*\d+)*\)", value):
+    """The mesh that was meant by axes in a list (`tp2,pp2`) or by other signs (`(2,2)`, `2*2`), or an empty string."""
+    if re.fullmatch(r"\(\d+(,\s*\d+)*\)|\d+(\s*[*\u00d7X]\s*\d+)+", value):
         return "x".join(re.findall(r"\d+", value))
     parts = [re.fullmatch(r"([a-z]+)[=:]?(\d+)", part) for part in re.split(r"[\s,x]+", value.strip("()[]{}' "))]
     axes = [AXIS_SPELLINGS.get(part[1]) if part else None for part in parts]
@@ -123,12 +139,34 @@ def shape_meant(value: str) -> str:
     return "x".join(f"{part[1]}{part[2]}" for part in parts if part)
 
 
+def line_for_option(group: str, option: str, options: Mapping[str, Mapping[str, str]]) -> str:
+    """What to write in place of an option of another tool, of another group, or of a class; empty if it is neither.
+
+    Args:
+        options: of every group what its options are called, by us and by others, and their names here.
+    """
+    if line := _BY_OPTION.get((group, option.lower())):
+        return line
+    others = [f"{other}={names[option]}" for other, names in options.items() if other != group and option in names]
+    if len(others) == 1:
+        return others[0]
+    is_class = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", option)
+    return f"{group}=custom {group}._target_={option}" if is_class and "custom" in options[group] else ""
+
+
+def line_for_name(group: str, name: str) -> str:
+    """What to write for the name of a model or of data that is like no option of ours; empty for other groups."""
+    return f"{_BY_PATH[group]}=OWNER/{name}" if name and group in _BY_PATH else ""
+
+
 def slip(override: str, key: str, value: str) -> ConfigError | None:
     """What to write in place of a key of another tool; None if it is none that is known."""
     if key.startswith("mesh.") and (axis := AXIS_SPELLINGS.get(key[5:])):
         return ConfigError(override, f"the axis is called {axis} here", write=f"mesh.{axis}={value}")
-    if key == "model" and "/" in value:
-        return ConfigError(override, "names no option: models have a path", write=f"model=hf model.path={value}")
+    if key == "mesh" and (shape := shape_meant(value)):
+        return ConfigError(override, "not a mesh shape", write=f"mesh={shape}")
+    if key in _BY_PATH and re.search(r"/|\.(jsonl?|parquet|arrow)$", value):
+        return ConfigError(override, f"names no option: {key} has a path", write=f"{_BY_PATH[key]}={value}")
     if line := foreign_line(key, value):
         problem = "no such key: another tool calls it so"
         allowed = _PER_DEVICE if line.endswith("...") else _NO_FP16 if re.search(r"fp16|float16|half", override) else ""

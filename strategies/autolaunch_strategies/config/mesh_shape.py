@@ -146,7 +146,9 @@ def parse_mesh(text: str | int, order: Iterable[str] | str = DEFAULT_ORDER) -> M
                 raise ConfigError(where, f"no axis is called {match[1]!r}", _MESH_ALLOWED)
             named.append((AXIS_SPELLINGS[match[1]], match[2]))
     else:
-        raise ConfigError(where, "not a mesh shape", _MESH_ALLOWED)
+        meant = text.strip("x")
+        readable = _BY_SHAPE.fullmatch(meant) or _BY_NAME.fullmatch(meant)
+        raise ConfigError(where, "not a mesh shape", _MESH_ALLOWED, f"mesh={meant}" if readable else "")
     sizes: dict[str, int] = {}
     for axis, digits in named:
         if axis in sizes:
@@ -155,7 +157,9 @@ def parse_mesh(text: str | int, order: Iterable[str] | str = DEFAULT_ORDER) -> M
             raise ConfigError(where, f"a size with a leading zero: {digits}", _MESH_ALLOWED)
         sizes[axis] = int(digits)
         if sizes[axis] == 0:
-            raise ConfigError(where, "an axis of size 0", "every size is 1 or more; one may be -1 (what is left)")
+            meant = re.sub(r"(?<!\d)0", "1", text)
+            allowed = "every size is 1 or more; one may be -1 (what is left)"
+            raise ConfigError(where, "an axis of size 0", allowed, f"mesh={meant}")
     if list(sizes.values()).count(-1) > 1:
         raise ConfigError(where, "more than one size is -1", "every size is 1 or more; one may be -1 (what is left)")
     return MeshShape(**sizes, order=parse_order(order))
