@@ -71,6 +71,16 @@ WRONG = [
         id="no-option",
     ),
     pytest.param(
+        ["launch.sbatch=--mem=0"],
+        Told("launch.sbatch=--mem=0", "list of texts", write="'launch.sbatch=[\"--mem=0\"]'"),
+        id="one-option-without-a-list",
+    ),
+    pytest.param(
+        ["compare", "mesh=1,2"],
+        Told("launch.submit=False", "wait", allowed=None, write="launch.submit=true"),
+        id="compare-without-jobs",
+    ),
+    pytest.param(
         ["launch.devices=2"],
         Told("launch.devices=2", "launch=local", "launch=slurm", write="launch=local launch.devices=2"),
         id="key-of-local",

@@ -288,6 +288,8 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
         if '"' not in value and _readable(f"{key}=[{listed}]"):
             problem = f"Hydra cannot read this value{spoilt}"
             return ConfigError(override, problem, "a list of texts in quotes", shlex.quote(f"{key}=[{listed}]"))
+    if is_list(key):
+        return ConfigError(override, "must be a list of texts", write=shlex.quote(f"{key}=[{quoted(value)}]"))
     return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", as_typed(key, value))
 
 

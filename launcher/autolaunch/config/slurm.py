@@ -137,6 +137,13 @@ def check_slurm(
             "the search inside a job of one node: sbatch of the same line with launch=local",
             "launch=local",
         )
+    elif config["task"] == "compare" and (idle := next((k for k in ("submit", "follow") if not launch[k]), "")):
+        yield ConfigError(
+            where(f"launch.{idle}", False),
+            "compare reads what its jobs have written, and would not wait for them",
+            "true; or runs of fit, and compare with their directories when they have ended",
+            f"launch.{idle}=true",
+        )
     elif launch["submit"] and shutil.which("sbatch") is None:
         yield ConfigError(
             "launch=slurm",
