@@ -62,6 +62,17 @@ def section(lines: list[str], title: str) -> list[str]:
     return lines[start:end]
 
 
+def ways_in(lines: list[str]) -> list[str]:
+    """The first line of every alternative; what differs may go on in the next."""
+    return [row for row in section(lines, "alternatives") if row[0].isdigit()]
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_what_differs_is_shown_as_a_whole(width: int) -> None:
+    rows = section(page_of(usual(), width), "alternatives")
+    assert "vs chosen" in rows[0] and "…" not in "".join(rows)
+
+
 def test_the_decision() -> None:
     assert lines_of(usual())[:11] == [
         "╭─ plan ───────────────────────────────────────────────────────────────────────╮",
@@ -94,7 +105,7 @@ def test_the_page_has_the_fullest_stage_and_three_other_ways() -> None:
     lines = page_of(usual())
     bar, legend = section(lines, "memory of a rank in the fullest stage of the pipeline, limit 74.0 GiB")
     assert bar.endswith("|  56.3 GiB  76%") and legend.startswith("P parameters  G gradients")
-    ways = [row.split() for row in section(lines, "alternatives")[1:]]
+    ways = [row.split() for row in ways_in(lines)]
     assert [way[1] for way in ways] == ["dp8xmp8xpp16", "dp64xmp8xcp2", "dp128xmp8"]  # of each mesh one
     assert " ".join(ways[0]).endswith("4.44 s +5.5% 44.0 GiB yes")
 
@@ -104,10 +115,10 @@ def test_the_page_has_what_may_not_fit_last_and_leaves_out_what_takes_much_longe
     choice = usual()
     choice["alternatives"][1] |= {"fits": "over", "slower_by": -0.02}
     choice["alternatives"][2]["slower_by"] = 19.0
-    ways = [(row.split()[1], row.split()[-1]) for row in section(page_of(choice), "alternatives")[1:]]
+    ways = [(row.split()[1], row.split()[-1]) for row in ways_in(page_of(choice))]
     assert ways == [("dp64xmp8xcp2", "yes"), ("dp128xmp8", "yes"), ("dp32xmp8xpp4", "over")]
     choice["chosen"]["fits"] = "tight"
-    ways = [(row.split()[1], row.split()[-1]) for row in section(page_of(choice), "alternatives")[1:]]
+    ways = [(row.split()[1], row.split()[-1]) for row in ways_in(page_of(choice))]
     assert ways == [("dp32xmp4xpp8", "tight"), ("dp64xmp8xcp2", "yes"), ("dp128xmp8", "yes")]
 
 

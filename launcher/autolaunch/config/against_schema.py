@@ -124,9 +124,8 @@ def schemas_of(group: str) -> dict[str, type]:
 def is_list(key: str) -> bool:
     """Whether the value of a dotted key is a list, and nothing else."""
     group, _, name = key.rpartition(".")
-    schema, _ = node_schema(group, {})
-    hint = None if schema is None else field_types(schema).get(name)
-    return typing.get_origin(hint) is list
+    schemas = FAMILIES[group].values() if group in FAMILIES else [node_schema(group, {})[0]]
+    return any(typing.get_origin(field_types(schema).get(name)) is list for schema in schemas if schema is not None)
 
 
 def help_of(item: dataclasses.Field[Any]) -> str:

@@ -149,7 +149,7 @@ def _ranking(title: str, rows: Sequence[Mapping[str, Any]], choice: Mapping[str,
         f"<h2>{title}</h2>",
         '<div class="wide"><table>',
         f"<thead><tr><th>mesh</th><th>{'what differs' if chosen else 'options'}</th>"
-        '<th class="number">time</th><th class="number">slower</th><th class="number">memory</th><th>fits</th></tr>',
+        '<th class="number">time</th><th class="number">vs chosen</th><th class="number">memory</th><th>fits</th></tr>',
         "</thead><tbody>",
     ]
     for way in WayWords.of(rows, choice):

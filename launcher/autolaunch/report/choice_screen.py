@@ -47,6 +47,9 @@ from autolaunch.report.readable import (
 )
 from autolaunch.report.settings_words import mesh_words, option_words
 
+NARROW = 80
+"""Columns below which tables have no margins."""
+
 MOST_ALTERNATIVES = 10
 MOST_REASONS = FEW_ALTERNATIVES = 3
 """On the short page."""
@@ -238,28 +241,22 @@ def _ranking(
     """Ways to run it as a table; of all but the chosen one, the options that are other than there.
 
     Args:
-        short: one line for each.
+        short: without a line below the head, which is left out where there is no room for its margins, too.
     """
     look: dict[str, Any] = {"show_edge": False, "pad_edge": False, "collapse_padding": True, "padding": (0, 1)}
-    table = Table(box=SIMPLE_HEAD, header_style="dim", **look)
-    if short:
-        table = Table(box=None, header_style="dim", **look)
+    table = Table(box=None if short or page.width < NARROW else SIMPLE_HEAD, header_style="dim", **look)
     if numbered:
         table.add_column("", justify="right", no_wrap=True)
     table.add_column("mesh", overflow="fold")
     table.add_column("what differs" if choice.get("chosen") else "options", overflow="fold", ratio=1)
     table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("slower", justify="right", no_wrap=True)
+    table.add_column("vs chosen", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     if numbered:
         table.add_column("fits", no_wrap=True)
     for number, way in enumerate(WayWords.of(rows, choice), start=1):
         phrases = [] if way.chosen else [page.writable(option) for option in way.options]  # the panel says the chosen's
         options: RenderableType = Phrases(phrases, page.writable(way.note), "" if way.chosen else "dim")
-        if short:
-            options = Text(
-                ", ".join(filter(None, [*phrases, page.writable(way.note)])), no_wrap=True, overflow="ellipsis"
-            )
         cells: list[RenderableType] = [Text(page.writable(way.mesh)), options, way.time, way.slower, way.memory]
         if numbered:
             cells = [str(number), *cells, Text(way.fits, style=FITS.get(way.fits, ""))]
