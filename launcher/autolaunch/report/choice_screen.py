@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -46,9 +45,6 @@ from autolaunch.report.readable import (
     step_time,
 )
 from autolaunch.report.settings_words import mesh_words, option_words
-
-NARROW = 80
-"""Columns below which tables have no margins."""
 
 MOST_ALTERNATIVES = 10
 MOST_REASONS = FEW_ALTERNATIVES = 3
@@ -241,10 +237,10 @@ def _ranking(
     """Ways to run it as a table; of all but the chosen one, the options that are other than there.
 
     Args:
-        short: without a line below the head, which is left out where there is no room for its margins, too.
+        short: without a line below the head.
     """
     look: dict[str, Any] = {"show_edge": False, "pad_edge": False, "collapse_padding": True, "padding": (0, 1)}
-    table = Table(box=None if short or page.width < NARROW else SIMPLE_HEAD, header_style="dim", **look)
+    table = Table(box=None if short else page.box, header_style="dim", **look)
     if numbered:
         table.add_column("", justify="right", no_wrap=True)
     table.add_column("mesh", overflow="fold")

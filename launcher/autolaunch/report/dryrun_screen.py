@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -31,9 +30,7 @@ def show_dryrun(
     most = max(row["memory"]["total"] for row in rows)
     unit, word = next((item for item in _UNITS if most >= item[0]), _UNITS[-1])
     page.title(f"{word} at the fullest moment of a step, mesh={mesh}")
-    memory = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("rank", "place", "params", "grads", "optim", "rest", "total", "plan", ""):
-        memory.add_column(name, justify="left" if name in ("rank", "place") else "right", no_wrap=True)
+    memory = _table(page, ("rank", "place"), ("params", "grads", "optim", "rest", "total", "plan", ""))
     for alike in _alike(rows, lambda row: (row["memory"], row.get("predicted"))):
         row = alike[0]
         pieces, plan = row["memory"], row.get("predicted")
@@ -44,9 +41,7 @@ def show_dryrun(
     page.print(memory)
     page.text("rest: activations, gathered parameters and what is computed with; plan: what `plan` says of the total")
     page.title("what a step exchanges")
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in ("rank", "what", "among", "times", "bytes in all"):
-        table.add_column(name, justify="left" if name in ("rank", "what", "among") else "right", no_wrap=True)
+    table = _table(page, ("rank", "what", "among"), ("times", "bytes in all"))
     for alike in _alike(rows, _exchanged):
         for number, ((kind, among), (count, size)) in enumerate(_exchanged(alike[0]).items()):
             table.add_row(_ranks(alike) if not number else "", kind, among, f"{count:,}", readable_bytes(size))
@@ -55,6 +50,16 @@ def show_dryrun(
         page.text(note)
     agreed = "" if wrong else "ranks of one group do the same in the same order; "
     page.text(f"{agreed}every size: {shown(file)}")
+
+
+def _table(page: Page, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table in which words go on in the next line where there is no room, and numbers are whole."""
+    table = Table(box=page.box, show_edge=False, pad_edge=False, collapse_padding=True, padding=(0, 1))
+    for name in words:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

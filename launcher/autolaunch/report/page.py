@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.box import ROUNDED
+from rich.box import ROUNDED, SIMPLE_HEAD, Box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
@@ -17,6 +17,9 @@ from autolaunch.report.readable import wrapped
 
 WIDEST = 100
 """Columns: lines longer than this are hard to read, however wide the terminal is."""
+
+NARROW = 80
+"""Columns below which tables have no line below their heads, and so no margins for it."""
 
 MOST_ROWS = 16
 """Rows of one kind that are shown one by one; of more, some are left out."""
@@ -34,6 +37,8 @@ class Page:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.width = min(console.width, WIDEST)
+        self.box: Box | None = SIMPLE_HEAD if self.width >= NARROW else None
+        """Of tables."""
         self._unicode = console.encoding.lower().startswith("utf")
 
     def writable(self, text: str) -> str:

@@ -232,7 +232,7 @@ class _Bar(Progress):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield Constrain(self.make_tasks_table(self.tasks), WIDEST)
         if self.values:
-            line = Text(no_wrap=True, overflow="ellipsis")
+            line = Text()
             for label, value in self.values:
                 line.append("   " if line else "")
                 if label:
