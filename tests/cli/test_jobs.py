@@ -551,3 +551,14 @@ def test_a_job_that_was_interrupted_has_not_failed(tmp_path: Path) -> None:
     console = Console(file=(shown := io.StringIO()))
     print_table([JobEnd(0, [], "interrupted", 130, str(tmp_path))], tmp_path, console)
     assert "1 job, 0 failed, 1 interrupted, in" in shown.getvalue()
+
+
+def test_the_table_has_whole_overrides_in_a_narrow_terminal(tmp_path: Path) -> None:
+    console = Console(file=(shown := io.StringIO()), width=60)
+    swept = [["mesh=2x2", "optimizer.lr=0.001"], ["mesh=1", "optimizer.lr=0.001"]]
+    print_table(
+        [JobEnd(n, items, "finished", 0, str(tmp_path / str(n))) for n, items in enumerate(swept)], tmp_path, console
+    )
+    print_table([JobEnd(0, swept[0], "finished", 0, str(tmp_path))], tmp_path, console)
+    assert "mesh=2x2" in shown.getvalue() and "optimizer.lr=0.001" in shown.getvalue()
+    assert all(len(line) <= 60 for line in shown.getvalue().splitlines()[2:5])

@@ -17,7 +17,7 @@ def rank(number: int) -> dict[str, Any]:
     return {
         "rank": number,
         "place": {"dp": number // 2, "mp": number % 2, "pp": 0, "cp": 0},
-        "memory": {kind: 705_544 for kind in kinds},
+        "memory": dict.fromkeys(kinds, 705544),
         "predicted": {"total": 700_000},
         "collectives": [{"kind": "reduce_scatter_base", "axes": "dp", "count": 5, "bytes": 15_320}],
         "messages": [],

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from autolaunch.directories import shown
 from autolaunch.job import write_beside
+from autolaunch.report.page import framed_table
 from autolaunch.report.readable import counted
 from autolaunch_strategies.config import ConfigError
 
@@ -90,12 +90,12 @@ def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> No
     outcome = f"{failed} failed" + (f", {interrupted} interrupted" if interrupted else "")
     heading = Text(f"\n{counted(len(jobs), 'job')}, {outcome}, in {shown(sweep_dir)}", style="bold")
     console.print(heading, soft_wrap=True)
-    table = Table()
-    table.add_column("job", justify="right")
+    table = framed_table(console)
+    table.add_column("job", justify="right", no_wrap=True)
     table.add_column("overrides", overflow="fold")
-    table.add_column("status")
-    table.add_column("loss", justify="right")
-    table.add_column("step time", justify="right")
+    table.add_column("status", no_wrap=True)
+    table.add_column("loss", justify="right", no_wrap=True)
+    table.add_column("step time", justify="right", no_wrap=True)
     table.add_column("directory", overflow="fold")
     everywhere = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     for job in jobs:

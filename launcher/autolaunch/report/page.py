@@ -19,7 +19,7 @@ WIDEST = 100
 """Columns: lines longer than this are hard to read, however wide the terminal is."""
 
 NARROW = 80
-"""Columns below which tables have no line below their heads, and so no margins for it."""
+"""Columns below which tables have neither lines nor frames, and so no margins for them."""
 
 MOST_ROWS = 16
 """Rows of one kind that are shown one by one; of more, some are left out."""
@@ -29,6 +29,11 @@ LEVELS = "▁▂▃▄▅▆▇█"
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _PLAIN_SIGNS = str.maketrans(LEVELS + "·×→", "_.,-=+*#-x>")
+
+
+def framed_table(console: Console) -> Table:
+    """A table in a frame, which is left out where its columns need the room."""
+    return Table() if console.width >= NARROW else Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 class Page:

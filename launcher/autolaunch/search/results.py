@@ -15,6 +15,7 @@ from rich.text import Text
 
 from autolaunch.directories import shown
 from autolaunch.job import ResolvedJob, write_beside
+from autolaunch.report.page import framed_table
 from autolaunch.report.plan_file import write_plan
 from autolaunch.report.readable import readable_bytes
 from autolaunch_strategies.config import as_typed
@@ -106,7 +107,7 @@ def print_results(
     heading = f"\n{counted}, {failed} without a result, in {shown(directory)}"
     console.print(Text(heading, style="bold"), soft_wrap=True)
     if standings:
-        console.print(_table(standings))
+        console.print(_table(standings, console))
     for item in standings:
         trial = item.trials[-1]
         if trial.outcome.reason:
@@ -130,8 +131,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _table(standings: Sequence[Standing]) -> Table:
-    table = Table()
+def _table(standings: Sequence[Standing], console: Console) -> Table:
+    table = framed_table(console)
     table.add_column("", justify="right")
     table.add_column("configuration", overflow="fold")
     for name in ("step time", "predicted", "tokens/s", "memory"):
