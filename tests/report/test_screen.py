@@ -171,7 +171,7 @@ def test_a_console_without_unicode_gets_plain_signs() -> None:
     show_start({}, job(), console)
     show_end(summary(), console, losses=[3.0, 2.0])
     assert "dp 4 x mp 2 - 8 ranks" in text(file)
-    assert "3.0000 > 2.0000   #_" in text(file)
+    assert "3.0000 -> 2.0000   #_" in text(file)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ LEVELS = "▁▂▃▄▅▆▇█"
 """Low to high, in a line's curve."""
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_PLAIN_SIGNS = str.maketrans(LEVELS + "·×→", "_.,-=+*#-x>")
+_PLAIN_SIGNS = str.maketrans({**dict(zip(LEVELS, "_.,-=+*#", strict=True)), "·": "-", "×": "x", "→": "->"})
 
 
 def framed_table(console: Console) -> Table:
