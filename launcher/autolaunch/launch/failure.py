@@ -15,7 +15,6 @@ import re
 import signal
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from typing import Any
 from autolaunch.job import write_beside
 from autolaunch.launch.out_of_memory import advice
 from autolaunch.launch.output_lost import output_lost
+from autolaunch.launch.users_traceback import user_traceback
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 
 PEER_LOST = re.compile(
@@ -61,7 +61,7 @@ class Failure:
     error: str
     """One line: the exception's type and message, or how the process ended."""
     details: str
-    """The traceback from the first frame of the user's code on, or the end of the log; may be empty."""
+    """The frames of the user's code in the traceback, or the end of the log; may be empty."""
     log: str
     """Path of the rank's log file."""
     host: str
@@ -193,33 +193,6 @@ def told_of_peers(message: str) -> str:
     if "pipeline stage" in message:
         return message.splitlines()[0]
     return "lost contact with another rank in a collective: its process has ended, or the network between them failed"
-
-
-def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` without the frames of launcher and trainer that lead to the user's code.
-
-    Left whole if no frame is the user's.
-    """
-    report = traceback.TracebackException.from_exception(error)
-    not_own = plumbing()
-    current: traceback.TracebackException | None = report
-    while current is not None:
-        first = next((i for i, frame in enumerate(current.stack) if not frame.filename.startswith(not_own)), 0)
-        current.stack[:] = current.stack[first:]
-        current = current.__cause__ or current.__context__
-    return "".join(report.format()).rstrip()
-
-
-def plumbing() -> tuple[str, ...]:
-    """How the files of launcher, trainer and torch begin, which lead to the user's code and are not it."""
-    import autolaunch
-    import autolaunch_strategies
-
-    paths = [str(Path(module.__file__).parent) for module in (autolaunch, autolaunch_strategies) if module.__file__]
-    site = sysconfig.get_path("purelib")
-    paths += [f"{site}/{name}" for name in ("torch", "lightning", "lightning_utilities", "hydra", "omegaconf")]
-    paths += [f"{sysconfig.get_path('stdlib')}/{name}" for name in ("contextlib.py", "importlib", "runpy.py")]
-    return (*(path if path.endswith(".py") else f"{path}/" for path in paths), "<frozen")
 
 
 def first_failure(directory: Path, exits: Mapping[int, Exit], world_size: int) -> Failure | None:
