@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LIMITS = {errno.EDQUOT, errno.EFBIG}
 _TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos|iostream error")
 """What torch says of a file that it could not write."""
 
@@ -31,9 +31,11 @@ def output_lost(output_dir: Path, error: BaseException | None = None) -> str | N
     if space.f_flag & os.ST_RDONLY:
         return f"{where}: the file system can only be read"
     codes = {link.errno for link in _chain(error) if isinstance(link, OSError) and _is_in(link, output_dir)}
-    if space.f_bavail * space.f_frsize < _LITTLE or codes & set(_FULL):
+    if space.f_bavail * space.f_frsize < _LITTLE or errno.ENOSPC in codes:
         return f"{where}: no space is left on this disk"
-    if any(isinstance(link, RuntimeError) and _TORCH_WRITES.search(str(link)) for link in _chain(error)):
+    if codes & _LIMITS or any(
+        isinstance(link, RuntimeError) and _TORCH_WRITES.search(str(link)) for link in _chain(error)
+    ):
         return f"{where}: a file could not be written to its end: no space, a quota, or a limit (ulimit -f)"
     if codes & {errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}:
         worst = next(link for link in _chain(error) if isinstance(link, OSError) and _is_in(link, output_dir))

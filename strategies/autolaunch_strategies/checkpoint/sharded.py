@@ -162,7 +162,8 @@ class CheckpointWriter:
             try:
                 dcp.save(tensors, storage_writer=writer)
             except CheckpointException as error:
-                raise _not_written(path, error) from error
+                failure = not_written(path, error)
+                raise failure from failure.__cause__
             return
         if self._group is None:  # a group of its own: training goes on in the others
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout), group_desc=LONG_LIVED)
@@ -211,8 +212,7 @@ class CheckpointWriter:
         try:
             running.result(self.timeout)
         except (Exception, CheckpointException) as error:
-            self._failure = _not_written(self._path, error, self.timeout)
-            self._failure.__cause__ = error
+            self._failure = not_written(self._path, error, self.timeout)
             return self._failure
         self._failure = None
         while dist.get_rank() == 0 and self._doomed:  # asked for just as the last one took its place
@@ -220,15 +220,19 @@ class CheckpointWriter:
         return None
 
 
-def _not_written(path: Path, error: BaseException, seconds: float = 0.0) -> RuntimeError:
-    """Which ranks could not write the checkpoint `path`, and why."""
+def not_written(path: Path, error: BaseException, seconds: float = 0.0) -> RuntimeError:
+    """Which ranks could not write the checkpoint `path`, and why; the cause of it is what the first of them met."""
+    reason, ranks = error, ""
     if isinstance(error, CheckpointException):  # the errors of all ranks; those that only wait for others are fine
         ranks = ", ".join(map(str, sorted(error.failures)))
-        reason: BaseException = next(iter(error.failures.values()))[0]
-        return RuntimeError(f"rank {ranks} could not write {path}: {type(reason).__name__}: {reason}")
-    if isinstance(error, TimeoutError):
-        return RuntimeError(f"rank {dist.get_rank()} could not write {path}: it is not done after {seconds:g} s")
-    return RuntimeError(f"rank {dist.get_rank()} could not write {path}: {type(error).__name__}: {error}")
+        reason = next(iter(error.failures.values()))[0]
+    late = reason is error and isinstance(error, TimeoutError)
+    why = f"it is not done after {seconds:g} s" if late else f"{type(reason).__name__}: {reason}"
+    if isinstance(reason, OSError) and reason.filename is None:  # of a write, which knows no path
+        reason.filename = str(path)
+    told = RuntimeError(f"rank {ranks or dist.get_rank()} could not write {path}: {why}")
+    told.__cause__ = reason
+    return told
 
 
 def load_checkpoint(
