@@ -48,6 +48,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ResolvedJob, bool]]:
                 return RunEnd("interrupted", 143, message="interrupted")
             case 4:
                 raise ZeroDivisionError("a mistake of ours")
+            case 6:
+                save(str(job.output_dir))
+                return RunEnd("failed", 1, message="rank 1 of 2 failed: killed by SIGKILL")
         (job.output_dir / "summary.json").write_text(json.dumps({"loss": 1.25, "step_time_s": 0.5}))
         return RunEnd("finished", 0)
 
@@ -432,6 +435,17 @@ def test_trainings_that_write_over_nothing(
     save("swept/0")
     assert command("-m", "seed=0,5", "output_dir=swept", "ckpt_path=last")[0] == 0
     assert len(ran) == 8
+
+
+def test_a_run_that_is_killed_says_what_it_has_saved(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]], tmp_path: Path
+) -> None:
+    code, _, err = command("seed=6", "output_dir=out")
+    assert code == 1
+    killed, saved, line = err.splitlines()[-3:]
+    assert killed.endswith("killed by SIGKILL") and saved.endswith("out/checkpoints/step_0000004.ckpt")
+    assert line == f"to go on: the same command with output_dir={tmp_path}/out ckpt_path=last"
+    assert "to go on" not in command("seed=1", "output_dir=other")[2]
 
 
 def test_a_sweep_writes_over_no_other(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:

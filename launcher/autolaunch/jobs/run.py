@@ -75,13 +75,14 @@ from autolaunch.jobs.ends import (
 from autolaunch.jobs.named_parts import check_named_parts
 from autolaunch.jobs.objective import objective_of, value_for_sweeper
 from autolaunch.launch.containment import contained
-from autolaunch.launch.end import correct_summary
+from autolaunch.launch.end import RunEnd, correct_summary
 from autolaunch.launch.lock import LOCK_FILE, locked
 from autolaunch.launch.output_lost import output_lost
 from autolaunch.launch.place import Place, place
+from autolaunch.launch.requeue import newest_checkpoint
 from autolaunch.models.facts import begins_random
 from autolaunch.report.terminal import Terminal
-from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
+from autolaunch_strategies.config import ConfigError, ConfigErrors, as_typed, raise_all
 
 AUTO = "mesh=auto"
 """Typed, it lets the planner choose the mesh, and of everything else that it sets what is not typed."""
@@ -471,7 +472,7 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
         (directory / SUMMARY).unlink(missing_ok=True)  # of an earlier run here
         with contained() if is_trial(config) else contextlib.nullcontext():
             job, end = restarts.run(job, isolated=sweep)
-        status, code, message = end.status, end.exit_code, end.message
+        status, code, message = end.status, end.exit_code, "\n".join(filter(None, [end.message, _to_go_on(job, end)]))
         if code and status != "submitted":
             if not (directory / SUMMARY).exists():
                 _write_summary(job, status, message, time.time() - started, before)
@@ -508,6 +509,15 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(MISCONFIGURED)
+
+
+def _to_go_on(job: ResolvedJob, end: RunEnd) -> str:
+    """What a failed run has saved before, and how to go on from it; empty if its message says so, or if it has not."""
+    newest = newest_checkpoint(job) if end.status == "failed" and end.exit_code == FAILED else None
+    if newest is None or str(newest) in end.message:
+        return ""
+    there = as_typed("output_dir", job.output_dir)
+    return f"saved before: {newest}\nto go on: the same command with {there} ckpt_path=last"
 
 
 def _write_summary(
