@@ -74,12 +74,17 @@ class Commands:
         self._ended: dict[tuple[Any, ...], Run] = {}
 
     def __call__(
-        self, *arguments: str | Path, code: int = 0, into: Path | None = None, torchrun: int = 0, cold: bool = False
+        self,
+        *arguments: str | Path,
+        code: int | None = 0,
+        into: Path | None = None,
+        torchrun: int = 0,
+        cold: bool = False,
     ) -> Run:
         """The ended command.
 
         Args:
-            code: with which it has to end.
+            code: with which it has to end; None: any.
             into: the output directory.
             torchrun: how many ranks torchrun starts: the real one, in new processes.
             cold: in new processes, whose libraries read the variables of the environment anew.
@@ -92,7 +97,7 @@ class Commands:
             done = start(words, self.timeout, cold=cold or torchrun > 0, cwd=self.directory, env=self.environment)
             self._ended[key] = Run(done.returncode, done.stdout, directory)
         run = self._ended[key]
-        assert run.code == code, f"ended with {run.code}, not {code}:\n{run.screen[-6000:]}"
+        assert code is None or run.code == code, f"ended with {run.code}, not {code}:\n{run.screen[-6000:]}"
         return run
 
     def _words(self, arguments: list[str]) -> list[str]:
