@@ -632,6 +632,7 @@ class AddsNoise(torch.optim.SGD):
 @case("ranks")
 def noise_of_an_optimizer() -> Any:
     """The weights after each step of a model that draws for its samples, too, and what this rank would draw next."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from now on torch runs hooks for the step of the base class, too
 
     class Noisy(AutoEncoder):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

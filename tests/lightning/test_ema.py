@@ -114,3 +114,24 @@ def test_another_optimizer_does_not_go_on_from_the_averages(tmp_path: Path, call
     fit(torch.optim.SGD, 1, [EMA(decay=0.5), Saves(tmp_path)])
     with pytest.raises(ConfigError, match="holds averaged weights; those that were trained are with the state"):
         fit(torch.optim.Adam, 2, callbacks, tmp_path / "0.ckpt")
+
+
+class StepsOfItsBase(torch.optim.SGD):
+    """Torch runs the hooks of such an optimizer twice for a step, once there has been one of the base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_counts_once_where_a_class_calls_that_of_its_base() -> None:
+    averages = []
+    for kind in (torch.optim.SGD, StepsOfItsBase):
+        pl.seed_everything(1, verbose=False)
+        module = Fits(kind)
+        trainer = pl.Trainer(
+            accelerator="cpu", strategy=MeshStrategy(mesh="1"), callbacks=[EMA(decay=0.5)], max_steps=4, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(list(torch.randn(4, 4))))
+        averages.append(module.linear.weight.detach().clone())
+    torch.testing.assert_close(*averages)

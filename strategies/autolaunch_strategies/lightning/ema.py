@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.checkpoint.storage import Reader
 from autolaunch_strategies.config import ConfigError
+from autolaunch_strategies.training.optimizers import after_steps
 
 TRAINED = "trained_weight"
 """The name of a weight in the state of its optimizer, in checkpoints that have the average in its place."""
@@ -49,7 +49,7 @@ class EMA(pl.Callback):
         """The weights themselves, while their averages are in their place."""
         self._has_ended = False
         """Whether training has, and the averages stay there; the weights are kept for checkpoints."""
-        self._handles: list[RemovableHandle] = []
+        self._ends: list[Callable[[], None]] = []
         self._steps: list[int] = []
         """How many each optimizer has made; those that a checkpoint says, until it is gone on with."""
 
@@ -74,14 +74,13 @@ class EMA(pl.Callback):
         """Watch the optimizers, which exist now."""
         self._forget()
 
-        def after_step(number: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._update(optimizer, self._steps[number])
+        def after_step(number: int) -> None:
+            self._update(trainer.optimizers[number], self._steps[number])
             self._steps[number] += 1
 
         # Each by itself: a trainer counts those of all.
-        self._handles = [
-            optimizer.register_step_post_hook(partial(after_step, number))
-            for number, optimizer in enumerate(trainer.optimizers)
+        self._ends = [
+            after_steps(optimizer, partial(after_step, number)) for number, optimizer in enumerate(trainer.optimizers)
         ]
 
     @torch.no_grad()
@@ -158,9 +157,9 @@ class EMA(pl.Callback):
         self._averages, self._weights, self._steps, self._has_ended = {}, {}, [], False
 
     def _watch_no_longer(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for end in self._ends:
+            end()
+        self._ends = []
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from autolaunch_strategies.apply.registry import applied_to
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.experts.find import Mixture, countable_mixtures
+from autolaunch_strategies.training.optimizers import after_steps
 
 
 class ExpertBias(pl.Callback):
@@ -38,7 +39,7 @@ class ExpertBias(pl.Callback):
         self.rate, self.name = rate, name
         self._counted: dict[str, torch.Tensor] = {}
         self._routers: dict[str, nn.Module] = {}
-        self._handle: RemovableHandle | None = None
+        self._end: Callable[[], None] | None = None
         self._follows: bool | None = None
         """Whether tokens of this rank's routers were counted; None before the first step."""
         self._is_checked = False
@@ -89,7 +90,7 @@ class ExpertBias(pl.Callback):
         self._counted.clear()
         strategy.expert_tokens(self._counted)  # those of an earlier training
         self._follows, self._is_checked = None, False
-        self._handle = trainer.optimizers[0].register_step_post_hook(lambda *_: self._update(strategy))
+        self._end = after_steps(trainer.optimizers[0], partial(self._update, strategy))
 
     @torch.no_grad()
     def _update(self, strategy: Any) -> None:
@@ -121,6 +122,6 @@ class ExpertBias(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Watch no longer."""
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
+        if self._end is not None:
+            self._end()
+        self._end = None

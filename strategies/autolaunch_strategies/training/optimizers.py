@@ -170,16 +170,42 @@ def draw_alike(optimizer: torch.optim.Optimizer, seed: Callable[[], int], device
     """
     kept = ExitStack()
 
-    def begin(_: torch.optim.Optimizer) -> None:
+    def begin() -> None:
         kept.enter_context(saved_random_state(device))
         seed_torch(seed(), device)
 
-    def end(*_: Any) -> None:
-        kept.close()
+    def step(take: Callable[[Any], Any], closure: Callable[[], Any] | None) -> Any:
+        def run() -> Any:
+            kept.close()  # some call their closure, which runs the model, several times
+            assert closure is not None
+            loss = closure()
+            begin()
+            return loss
 
-    _before_updates(optimizer, begin, end)  # some call their closure, which runs the model, several times
-    optimizer.register_step_post_hook(end)
-    _where_updates_fail(optimizer, end)
+        with kept:
+            if closure is None:
+                begin()
+                return take(None)
+            return take(run)
+
+    _around_steps(optimizer, step)
+
+
+def after_steps(optimizer: torch.optim.Optimizer, act: Callable[[], None]) -> Callable[[], None]:
+    """Have `act` called after each step of `optimizer` that updates it; returns what ends that.
+
+    Torch's hooks run again where a class calls the step of its base in its own.
+    """
+    acts = [act]
+
+    def step(take: Callable[[Any], Any], closure: Callable[[], Any] | None) -> Any:
+        loss = take(closure)
+        for act in acts:
+            act()
+        return loss
+
+    _around_steps(optimizer, step)
+    return acts.clear
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -205,11 +231,7 @@ def _can_be_fused(parameter: torch.Tensor) -> bool:
     return part.is_floating_point() and part.device.type in ("cpu", "cuda") and part.is_contiguous()
 
 
-def _before_updates(
-    optimizer: torch.optim.Optimizer,
-    act: Callable[[torch.optim.Optimizer], None],
-    before_closure: Callable[[], None] = lambda: None,
-) -> None:
+def _before_updates(optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer], None]) -> None:
     """Have `act` called in each step right before the update; of a step with a closure, when that made gradients."""
 
     def enter(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -221,7 +243,6 @@ def _before_updates(
             return args, kwargs
 
         def run() -> Any:
-            before_closure()
             loss = closure()
             act(optimizer)
             return loss
@@ -235,21 +256,42 @@ def _where_updates_fail(
     optimizer: torch.optim.Optimizer, act: Callable[[torch.optim.Optimizer, BaseException], None]
 ) -> None:
     """Have `act` called where a step raises, which calls none of its hooks: whoever catches that may go on."""
+    known = weakref.ref(optimizer)
+
+    def guarded(take: Callable[[Any], Any], closure: Callable[[], Any] | None) -> Any:
+        try:
+            return take(closure)
+        except BaseException as error:
+            failed = known()
+            assert failed is not None
+            act(failed, error)
+            raise
+
+    _around_steps(optimizer, guarded)
+
+
+def _around_steps(
+    optimizer: torch.optim.Optimizer, run: Callable[[Callable[[Any], Any], Callable[[], Any] | None], Any]
+) -> None:
+    """Have `run` called in place of each step, with what takes the step, given a closure, and the closure."""
     step: Any = getattr(optimizer.step, "__func__", optimizer.step)  # a function where a scheduler has wrapped it
     takes_self, known = step is not optimizer.step, weakref.ref(optimizer)
 
     @functools.wraps(step)
-    def guarded(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def around(_: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = known()
         assert optimizer is not None
-        try:
-            return step(*([optimizer] if takes_self else []), *args, **kwargs)
-        except BaseException as error:
-            act(optimizer, error)
-            raise
+        own, is_named = [optimizer] if takes_self else [], "closure" in kwargs
+
+        def take(closure: Callable[[], Any] | None) -> Any:
+            if is_named:
+                return step(*own, *args, **{**kwargs, "closure": closure})
+            return step(*own, *([closure, *args[1:]] if args else []), **kwargs)
+
+        return run(take, kwargs["closure"] if is_named else args[0] if args else None)
 
     # A method, since schedulers wrap only such; bound to a proxy, or the optimizer would hold itself and its memory.
-    optimizer.step = types.MethodType(guarded, weakref.proxy(optimizer))  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(around, weakref.proxy(optimizer))  # type: ignore[method-assign]
 
 
 class _ExplainsFailures:
