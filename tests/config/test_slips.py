@@ -158,6 +158,8 @@ def test_axes_in_a_list_are_one_mesh(capsys: pytest.CaptureFixture[str]) -> None
         ("optimizer=torch.optim.RMSprop", "optimizer=custom optimizer._target_=torch.optim.RMSprop"),
         ("model=gpt2", "model=hf model.path=OWNER/gpt2"),
         ("data=chats.jsonl", "data=documents data.path=chats.jsonl"),
+        ("data=texts/all.txt", "data=text data.path=texts/all.txt"),
+        ("data=train.bin", "data=tokens data.path=train.bin"),
         ("mesh=2x", "mesh=2"),
         ("mesh=2x0", "mesh=2x1"),
         ("mesh=8*2", "mesh=8x2"),
@@ -170,6 +172,11 @@ def test_axes_in_a_list_are_one_mesh(capsys: pytest.CaptureFixture[str]) -> None
 def test_what_no_option_is_called(typed: str, write: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([typed]) == 2
     assert f"write:   {write}\n" in capsys.readouterr().err
+
+
+def test_groups_of_hydra_have_no_classes_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["hydra/launcher=mine.Launcher"]) == 2
+    assert "allowed: basic" in capsys.readouterr().err
 
 
 def test_a_name_in_other_letters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,9 @@ _LINES_FOR_OPTIONS = {
 _BY_PATH = {"model": "model=hf model.path", "data": "data=documents data.path"}
 """Groups of which most options of other tools are names or paths here."""
 
+_BY_FILE = {"txt": "data=text data.path", "bin": "data=tokens data.path", "npy": "data=tokens data.path"}
+"""Endings of files of data that are read in another way."""
+
 _BY_OPTION = {(group, name): line for keys, line in _LINES_FOR_OPTIONS.items() for group, *names in [keys.split()]
               for name in names}  # fmt: skip
 """(group, what is no option of it) -> the line to write."""
@@ -151,7 +154,7 @@ def line_for_option(group: str, option: str, options: Mapping[str, Mapping[str, 
     if len(others) == 1:
         return others[0]
     is_class = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", option)
-    return f"{group}=custom {group}._target_={option}" if is_class and "custom" in options[group] else ""
+    return f"{group}=custom {group}._target_={option}" if is_class and "custom" in options.get(group, ()) else ""
 
 
 def line_for_name(group: str, name: str) -> str:
@@ -165,8 +168,10 @@ def slip(override: str, key: str, value: str) -> ConfigError | None:
         return ConfigError(override, f"the axis is called {axis} here", write=f"mesh.{axis}={value}")
     if key == "mesh" and (shape := shape_meant(value)):
         return ConfigError(override, "not a mesh shape", write=f"mesh={shape}")
-    if key in _BY_PATH and re.search(r"/|\.(jsonl?|parquet|arrow)$", value):
-        return ConfigError(override, f"names no option: {key} has a path", write=f"{_BY_PATH[key]}={value}")
+    ending = value.rpartition(".")[2]
+    if key in _BY_PATH and ("/" in value or ending in ("json", "jsonl", "parquet", "arrow", *_BY_FILE)):
+        line = _BY_FILE.get(ending, _BY_PATH[key]) if key == "data" else _BY_PATH[key]
+        return ConfigError(override, f"names no option: {key} has a path", write=f"{line}={value}")
     if line := foreign_line(key, value):
         problem = "no such key: another tool calls it so"
         allowed = _PER_DEVICE if line.endswith("...") else _NO_FP16 if re.search(r"fp16|float16|half", override) else ""
