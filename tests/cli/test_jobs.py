@@ -51,6 +51,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ResolvedJob, bool]]:
             case 6:
                 save(str(job.output_dir))
                 return RunEnd("failed", 1, message="rank 1 of 2 failed: killed by SIGKILL")
+            case 7:
+                job.path.unlink()
+                return RunEnd("failed", 1, message="rank 1 of 2 failed: killed by SIGKILL")
         (job.output_dir / "summary.json").write_text(json.dumps({"loss": 1.25, "step_time_s": 0.5}))
         return RunEnd("finished", 0)
 
@@ -446,6 +449,7 @@ def test_a_run_that_is_killed_says_what_it_has_saved(
     assert killed.endswith("killed by SIGKILL") and saved.endswith("out/checkpoints/step_0000004.ckpt")
     assert line == f"to go on: the same command with output_dir={tmp_path}/out ckpt_path=last"
     assert "to go on" not in command("seed=1", "output_dir=other")[2]
+    assert command("seed=7", "output_dir=deleted")[2].splitlines()[-1].endswith("killed by SIGKILL")
 
 
 def test_a_sweep_writes_over_no_other(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:

@@ -513,7 +513,9 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
 
 def _to_go_on(job: ResolvedJob, end: RunEnd) -> str:
     """What a failed run has saved before, and how to go on from it; empty if its message says so, or if it has not."""
-    newest = newest_checkpoint(job) if end.status == "failed" and end.exit_code == FAILED else None
+    newest = None
+    with contextlib.suppress(OSError):  # someone has deleted what is there: not what has to be told
+        newest = newest_checkpoint(job) if end.status == "failed" and end.exit_code == FAILED else None
     if newest is None or str(newest) in end.message:
         return ""
     there = as_typed("output_dir", job.output_dir)
