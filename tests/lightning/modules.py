@@ -223,7 +223,7 @@ class Forces(pl.LightningModule):
 
 
 class Critic(pl.LightningModule):
-    """Two losses by hand, the second one a penalty on a gradient, between which the model is called once more."""
+    """Losses by hand, of which one is a penalty on a gradient that is used before and after the pass of another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,6 +241,7 @@ class Critic(pl.LightningModule):
         penalty = (slope.norm(dim=1) - 1).square().mean()
         optimizer.zero_grad()
         self.manual_backward(loss + penalty, retain_graph=True)
+        self.manual_backward(self(x.detach()).square().mean())
         self.manual_backward(penalty)
         optimizer.step()
         self.log_dict({"loss": loss, "penalty": penalty}, sync_dist=True)

@@ -51,11 +51,6 @@ def is_differentiating() -> bool:
     return number_of_backward() != -1
 
 
-def is_graph_retained() -> bool:
-    """Whether the backward pass that runs in this thread keeps its graph for another one (`retain_graph=True`)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def adds_to_any(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether the backward pass that runs in this thread adds to the gradients of any of these leaves.
 

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from autolaunch_strategies.torch_private.backward import (
-    AfterBackward,
-    adds_to_any,
-    is_differentiating,
-    is_graph_retained,
-)
+from autolaunch_strategies.torch_private.backward import AfterBackward, adds_to_any, is_differentiating
 from autolaunch_strategies.torch_private.fsdp import (
     abandon_several_backwards,
     begin_several_backwards,
@@ -29,10 +26,10 @@ from autolaunch_strategies.torch_private.fsdp import (
 
 
 class SecondDerivatives:
-    """Keeps the parameters of a sharded module whole from a backward pass that may be differentiated to the next one.
+    """Keeps the parameters of a sharded module whole from a backward pass that may be differentiated until it has been.
 
-    The next one may go through a module any number of times, by what was computed forward and by what was computed
-    backward, so gradients are exchanged at its end. A pass that adds to gradients (`Tensor.backward`) keeps nothing:
+    Passes until then may go through a module any number of times, by what was computed forward and by what was computed
+    backward, so gradients are exchanged at their ends. A pass that adds to gradients (`Tensor.backward`) keeps nothing:
     they are exchanged, which can't be differentiated.
 
     Args:
@@ -48,10 +45,14 @@ class SecondDerivatives:
         self._groups = [group for state in self._context.all_states for group in parameter_groups(state)]
         self._frees_after_forward: list[Any] = []
         """Of each group what says so, while none of them does."""
+        self._marks: list[StorageWeakRef] = []
+        """Saved by what may be differentiated, and let go with all else that it has saved."""
         self._follows = False
         self._after = AfterBackward(self._end)
+        _mark_gradients()
         for group in self._groups:
             group.post_backward = self._noticed(group.post_backward)
+            group.marked = self._marked
 
     @property
     def is_kept(self) -> bool:
@@ -78,6 +79,15 @@ class SecondDerivatives:
 
         return post_backward
 
+    def _marked(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """A gradient of what is computed from arguments of a module, to be differentiated."""
+        if not self.is_kept or gradient is None or not gradient.requires_grad:
+            return gradient
+        mark = torch.empty(1)
+        self._marks.append(StorageWeakRef(mark.untyped_storage()))
+        marked: torch.Tensor = _Marked.apply(gradient, mark)
+        return marked
+
     def _begin(self) -> None:
         """A backward pass that may be differentiated has come to a module."""
         if self.is_kept or not self._context.is_last_backward:  # of several nothing is freed
@@ -103,14 +113,51 @@ class SecondDerivatives:
 
     def _end(self) -> None:
         exchange, all_reduce = self._exchanges()
-        retained = is_graph_retained()
-        end_several_backwards(self._root, exchange, all_reduce, free=not retained)
+        self._marks = [mark for mark in self._marks if not mark.expired()]
+        end_several_backwards(self._root, exchange, all_reduce, free=not self._marks)
         self._follows = False
-        if not retained:
+        if not self._marks:  # else it was retained, or this pass was one of something else
             self._free_after_forward()
 
     def _free_after_forward(self) -> None:
         for group, info in zip(self._groups, self._frees_after_forward, strict=True):
             group.post_forward_mesh_info = info
         self._frees_after_forward.clear()
+        self._marks.clear()
         self._follows = False
+
+
+class _Marked(torch.autograd.Function):
+    """The same tensor, in a graph that keeps `mark` as long as it can be differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+        context.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _mark_gradients() -> None:
+    """Let every group with `marked` see the gradients that a backward pass to be differentiated leaves it with."""
+    function: Any = RegisterPostBackwardFunction
+    own = function.backward
+    if getattr(own, "marks", False):
+        return
+
+    def backward(context: Any, *gradients: Any) -> Any:
+        results = own(context, *gradients)
+        marked = getattr(context.param_group, "marked", None)
+        if marked is None or not torch.is_grad_enabled():
+            return results
+        return tuple(map(marked, results))
+
+    vars(backward)["marks"] = True
+    function.backward = staticmethod(backward)
