@@ -12,6 +12,7 @@ from tests.support.ranks import start, torchrun
 
 SCRIPT = """
 import copy
+from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,6 +68,21 @@ def check(mesh, level):
     model(mine).square().mean().backward(create_graph=True)
     data_parallel.finish_backward()
     compare(model, whole)
+    data_parallel.forget_gathered()
+    for each, data, accumulating in ((whole, x, nullcontext), (model, mine, data_parallel.accumulating)):
+        each.zero_grad()
+        with accumulating():
+            penalty = slope(each, data).square().mean()
+            each(data).mean().backward()
+            data_parallel.finish_backward()
+        for loss in (slope(each, data.flip(-1)).square().mean(), penalty):
+            loss.backward()
+            data_parallel.finish_backward()
+    compare(model, whole)
+
+def slope(model, data):
+    data = data.clone().requires_grad_()
+    return torch.autograd.grad(model(data).sum(), data, create_graph=True)[0]
 
 def compare(model, whole):
     expected = dict(whole.named_parameters())

@@ -51,7 +51,7 @@ class SecondDerivatives:
         self._after = AfterBackward(self._end)
         _mark_gradients()
         for group in self._groups:
-            group.post_backward = self._noticed(group.post_backward)
+            group.post_backward = self._noticed(group, group.post_backward)
             group.marked = self._marked
 
     @property
@@ -68,13 +68,15 @@ class SecondDerivatives:
         self._root.set_reshard_after_backward(True)
         self._free_after_forward()
 
-    def _noticed(self, end_module: Callable[..., None]) -> Callable[..., None]:
+    def _noticed(self, group: Any, end_module: Callable[..., None]) -> Callable[..., None]:
         def post_backward(*unused: Any) -> None:
             if is_differentiating():
                 if torch.is_grad_enabled():
                     self._begin()
                 elif self.is_kept:
                     self._follow()
+                if self.is_kept:  # what accumulates has set it for all passes in the meantime
+                    group.reshard_after_backward = False
             end_module(*unused)
 
         return post_backward
@@ -114,10 +116,10 @@ class SecondDerivatives:
     def _end(self) -> None:
         exchange, all_reduce = self._exchanges()
         self._marks = [mark for mark in self._marks if not mark.expired()]
-        end_several_backwards(self._root, exchange, all_reduce, free=not self._marks)
-        self._follows = False
         if not self._marks:  # else it was retained, or this pass was one of something else
             self._free_after_forward()
+        end_several_backwards(self._root, exchange, all_reduce, free=not self.is_kept)
+        self._follows = False
 
     def _free_after_forward(self) -> None:
         for group, info in zip(self._groups, self._frees_after_forward, strict=True):
