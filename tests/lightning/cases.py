@@ -629,14 +629,19 @@ class AddsNoise(torch.optim.SGD):
         return loss
 
 
-@case("ranks")
-def noise_of_an_optimizer() -> Any:
+def noise(automatic: bool) -> Any:
     """The weights after each step of a model that draws for its samples, too, and what this rank would draw next."""
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from now on torch runs hooks for the step of the base class, too
 
     class Noisy(AutoEncoder):
+        automatic_optimization = automatic
+
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return super().training_step((batch[0] + torch.randn_like(batch[0]), None), batch_idx)
+            loss = super().training_step((batch[0] + torch.randn_like(batch[0]), None), batch_idx)
+            if not automatic:
+                self.manual_backward(loss)
+                self.optimizers(use_pl_optimizer=False).step()
+            return loss
 
         def configure_optimizers(self) -> Any:
             return AddsNoise(self.parameters(), lr=0.0)
@@ -647,8 +652,12 @@ def noise_of_an_optimizer() -> Any:
 
     seen: list[list[float]] = []
     pl.seed_everything(1, verbose=False)
-    make_trainer(mesh_strategy(0), After(), max_steps=3).fit(Noisy(), loader())
+    make_trainer(mesh_strategy(0), After(), limit_train_batches=3).fit(Noisy(), loader())
     return {"weights": seen, "next": torch.rand(()).item()}
+
+
+case("ranks", name="noise_of_an_optimizer")(lambda: noise(automatic=True))
+case("ranks", name="noise_of_a_bare_optimizer")(lambda: noise(automatic=False))
 
 
 @case("ranks")

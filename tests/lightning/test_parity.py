@@ -198,8 +198,9 @@ def test_it_is_told_once_that_an_assigned_gradient_is_not_averaged(ranks: Group)
     assert len(by_hand) == 1 and "dp: the gradient of encoder.0.weight was assigned" in by_hand[0]
 
 
-def test_replicas_stay_alike_where_their_optimizer_draws(ranks: Group) -> None:
-    one, other = ranks.read_all("noise_of_an_optimizer")
+@pytest.mark.parametrize("case", ["noise_of_an_optimizer", "noise_of_a_bare_optimizer"])
+def test_replicas_stay_alike_where_their_optimizer_draws(ranks: Group, case: str) -> None:
+    one, other = ranks.read_all(case)
     assert one["weights"] == other["weights"] and one["next"] != other["next"]
     first, second, third = one["weights"]
     moves = [[b - a for a, b in zip(*pair, strict=True)] for pair in ((first, second), (second, third))]

@@ -218,6 +218,8 @@ class MeshStrategy(ParallelStrategy):
         self._first_step_began: float | None = None
         self._is_warm = False
         """Whether the first training step is done."""
+        self._step_of_updates, self._updates = -1, 0
+        """The step of the last update of an optimizer, and how many before that one were in this step."""
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -761,7 +763,10 @@ class MeshStrategy(ParallelStrategy):
         """Of the random numbers of the optimizer step that follows; replicas of what this rank holds have the same."""
         _, shards = self.parallel.dp.split(self.shape.dp)
         part = self.dp_rank % shards
-        words = f"{self.place.seed}:{self._module.trainer.global_step}:{part}"
+        step = self._module.trainer.global_step  # which steps of a bare optimizer, by hand, do not change
+        self._updates = self._updates + 1 if step == self._step_of_updates else 0
+        self._step_of_updates = step
+        words = f"{self.place.seed}:{step}:{self._updates}:{part}"
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
     def weights_changed(self) -> None:
