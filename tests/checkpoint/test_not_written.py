@@ -16,7 +16,7 @@ from autolaunch_strategies.checkpoint.sharded import not_written
 @pytest.mark.parametrize("code", [errno.EDQUOT, errno.EFBIG])
 def test_a_quota_is_told_as_one(code: int, tmp_path: Path) -> None:
     """A write that fails has no path, and comes wrapped for every rank."""
-    failed = CheckpointException("write", {1: (OSError(code, os.strerror(code)), None)})  # type: ignore[dict-item]
+    failed = CheckpointException("write", {1: (OSError(code, os.strerror(code)), None)})  # type: ignore[dict-item]  # the traceback is not looked at
     error = not_written(tmp_path / "step_1.ckpt", failed)
     assert str(error) == f"rank 1 could not write {tmp_path}/step_1.ckpt: OSError: [Errno {code}] {os.strerror(code)}"
     told = output_lost(tmp_path, error)

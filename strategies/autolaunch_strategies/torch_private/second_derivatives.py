@@ -44,7 +44,7 @@ class SecondDerivatives:
         self._context: Any = root._get_fsdp_state()._state_ctx
         self._groups = [group for state in self._context.all_states for group in parameter_groups(state)]
         self._frees_after_forward: list[Any] = []
-        """Of each group what says so, while none of them does."""
+        """`post_forward_mesh_info` of each group, by which it frees after its forward pass; taken from it meanwhile."""
         self._marks: list[StorageWeakRef] = []
         """Saved by what may be differentiated, and let go with all else that it has saved."""
         self._follows = False

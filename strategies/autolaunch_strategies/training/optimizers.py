@@ -196,16 +196,16 @@ def after_steps(optimizer: torch.optim.Optimizer, act: Callable[[], None]) -> Ca
 
     Torch's hooks run again where a class calls the step of its base in its own.
     """
-    acts = [act]
+    watching = [act]
 
     def step(take: Callable[[Any], Any], closure: Callable[[], Any] | None) -> Any:
         loss = take(closure)
-        for act in acts:
-            act()
+        for watcher in watching:
+            watcher()
         return loss
 
     _around_steps(optimizer, step)
-    return acts.clear
+    return watching.clear
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
