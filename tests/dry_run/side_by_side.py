@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.dry_run import forks
+from autolaunch_strategies.dry_run import forks, ranks
 from autolaunch_strategies.dry_run.ranks import pretend_ranks
+from autolaunch_strategies.dry_run.step import PretendedRank, Training
+from autolaunch_strategies.dry_run.world import World
 from tests.dry_run.pretending import pretended_ranks, training_of
 from tests.planner import memory_cases as cases
 
@@ -31,10 +34,26 @@ def main(names: list[str]) -> None:
             assert one.exchanges == other.exchanges and one.held == other.held
             assert abs(one.total - other.total) <= 8, "a number that torch makes once in a process"
         print(name, [rank.rank for rank in in_forks])
+    told(training_of(cases.candidate(cases.CASES["one"]), vanishing))
+    staged = training_of(cases.candidate(cases.CASES["1f1b"]), cases.module)
+    for name, needs in (("the other says nothing", {0}), ("both wait", {0, 1}), ("both could begin early", set())):
+        ranks.pretend = partial(listen, needs)
+        print(name, end=": ")
+        told(staged)
+
+
+def told(training: Training) -> None:
     try:
-        pretend_ranks(training_of(cases.candidate(cases.CASES["one"]), vanishing), [0])
+        print(*(rank.rank for rank in pretend_ranks(training, [0])))
     except ConfigError as error:
         print(error.problem)
+
+
+def listen(needs: set[int], training: Training, rank: int, world: World, until: Any = None) -> PretendedRank:
+    """In place of a step: a rank that listens to the other one, if it needs to or if nobody has to."""
+    if rank in needs or not needs:
+        world.header((1 - rank, rank), 0, must=rank in needs)
+    return PretendedRank(rank, {}, 0, {}, {}, [])
 
 
 if __name__ == "__main__":

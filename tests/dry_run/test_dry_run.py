@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,11 +19,11 @@ from torch.distributed.tensor import DTensor, Shard
 from autolaunch.planning.dryrun import account_of
 from autolaunch_strategies.config import ConfigError, ParallelConfig, parallel_config
 from autolaunch_strategies.dry_run.agreement import disagreements
-from autolaunch_strategies.dry_run.ranks import pretend_ranks
+from autolaunch_strategies.dry_run.ranks import pretend_and_compare, pretend_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, _OneStep
 from autolaunch_strategies.dry_run.trace import KINDS, Exchange, Trace
 from autolaunch_strategies.dry_run.world import NotSaidYet, World
-from autolaunch_strategies.mesh.rank_mesh import coordinates
+from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
 from autolaunch_strategies.planner.candidate import Candidate
 from autolaunch_strategies.planner.memory import memory_account
 from autolaunch_strategies.planner.module_profile import profile_module
@@ -316,6 +317,31 @@ def test_ranks_that_do_not_agree_are_told() -> None:
     assert told == "message 1 from rank 0 to rank 1: 8 bytes sent, 4 bytes received"
 
 
+@pytest.mark.parametrize("differs", ["mp", "dp"])
+def test_one_rank_elsewhere_tells_of_all_neighbours(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless whole groups do other things, which is no mistake: then the neighbours themselves are asked."""
+    shape = parallel_config("2x2").mesh
+    asked = []
+
+    def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRank]:
+        asked.append(list(ranks))
+        done = []
+        for rank in asked[-1]:
+            place = coordinates(shape, rank)
+            along_mp = tuple(rank_at(shape, {"dp": place["dp"], "mp": other}) for other in (0, 1))
+            size = 16 if place[differs] else 8
+            done.append(PretendedRank(rank, place, 0, {}, {}, [Exchange("allreduce_", along_mp, size)]))
+        return done
+
+    monkeypatch.setattr("autolaunch_strategies.dry_run.ranks.pretend_ranks", pretend_ranks)
+    ranks, wrong = pretend_and_compare(replace(training("ddp"), parallel=parallel_config("2x2")))
+    assert asked == [[0, 3], [0, 1, 2]] and [rank.rank for rank in ranks] == [0, 3, 1, 2]
+    number = (
+        "collective of the group of 2 ranks, number 1: rank 0 has allreduce of 8 bytes, rank 1 allreduce of 16 bytes"
+    )
+    assert wrong == ([number] if differs == "mp" else [])
+
+
 def test_what_cannot_be_pretended_is_refused() -> None:
     for keys, write in (
         ({"compile": True}, "compile=false"),
@@ -371,4 +397,10 @@ def test_a_step_that_fails_is_told_by_the_line_of_its_code() -> None:
 @pytest.mark.full
 def test_ranks_side_by_side_do_what_they_do_one_after_the_other() -> None:
     done = start([sys.executable, "-m", "tests.dry_run.side_by_side", "1f1b_4", "zbv"], cold=True)
-    assert done.stdout.splitlines() == ["1f1b_4 [0, 3]", "zbv [0, 1]", "the step of rank 0 ended with exit code 3"]
+    *said, both_wait, both_could = done.stdout.splitlines()
+    assert said == [
+        *("1f1b_4 [0, 3]", "zbv [0, 1]", "the step of rank 0 ended with exit code 3"),
+        "the other says nothing: rank 0 waits for what rank 1 never sends",
+    ]
+    assert re.fullmatch(r"both wait: rank (\d) waits for what rank (?!\1)\d never sends", both_wait)
+    assert both_could == "both could begin early: 0"

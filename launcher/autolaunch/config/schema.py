@@ -756,8 +756,8 @@ class Job:
         False,
     )
     rank: list[int] = option(
-        "With `dryrun`: which ranks to run, such as [0,8] ([]: one of the first and the last stage, and a neighbour of "
-        "the first rank along every other axis).",
+        "With `dryrun`: which ranks to run, such as [0,8] ([]: one of the first and the last stage, and one that "
+        "stands elsewhere along every other axis).",
         [],
     )
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,7 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
 
 def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
     """The profile, from the model itself."""
+    is_new_here = "torch" not in sys.modules
     from autolaunch.models import build_adapted_model, build_module
     from autolaunch.models.own_plan import own_plan
     from autolaunch_strategies.model.construction import Construction
@@ -86,6 +89,8 @@ def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
         **({} if known else _called(module, config)),
     }
     profile = cached_profile(module, **arguments)
+    if is_new_here:
+        gc.freeze()  # so that looking for garbage does not go through all of torch each time
     if known:  # ids of `data.seq_len` positions, as everybody has them
         profile = dataclasses.replace(profile, guessed="")
     return profile

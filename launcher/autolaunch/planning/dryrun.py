@@ -30,9 +30,8 @@ from autolaunch_strategies.config import (
     parallel_config,
 )
 from autolaunch_strategies.config.errors import first_line
-from autolaunch_strategies.dry_run.agreement import disagreements
-from autolaunch_strategies.dry_run.forks import Send, result_of, start
-from autolaunch_strategies.dry_run.ranks import pretend_ranks, refuse_what_cannot_be_pretended, telling_ranks
+from autolaunch_strategies.dry_run.forks import Caller, result_of, start
+from autolaunch_strategies.dry_run.ranks import pretend_and_compare, refuse_what_cannot_be_pretended
 from autolaunch_strategies.dry_run.step import PretendedRank, Training
 from autolaunch_strategies.lightning.first_step import first_step
 from autolaunch_strategies.mesh.rank_mesh import coordinates
@@ -62,14 +61,13 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     with quiet_lightning():
         training = training_of(config, parallel)
         rows = _rows(training.batch())
-        planner = start(lambda send: _predict(config, parallel, rows, send))  # meanwhile
+        planner = start(lambda caller: _predict(config, parallel, rows, caller))  # meanwhile
         try:
-            ranks = pretend_ranks(training, config["rank"] or telling_ranks(parallel.mesh))
+            ranks, wrong = pretend_and_compare(training, config["rank"])
             predicted, why_not = result_of(planner) or (None, "the planner's process has ended")
         finally:
             planner.end()
     accounts = [account_of(rank, parallel, predicted[rank.pipe_rank] if predicted else None) for rank in ranks]
-    wrong = disagreements({rank.rank: rank.exchanges for rank in ranks})
     if why_not:
         accounts[0]["notes"].append(f"without a plan beside it: {why_not}")
     if job.config["compile"]:
@@ -144,12 +142,12 @@ def _rows(batch: Any) -> int:
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 1)
 
 
-def _predict(config: Mapping[str, Any], parallel: ParallelConfig, rows: int, send: Send) -> None:
+def _predict(config: Mapping[str, Any], parallel: ParallelConfig, rows: int, caller: Caller) -> None:
     """In a process of its own: `predicted_memory`, whatever happens to it."""
     try:
-        send(predicted_memory(config, parallel, rows))
+        caller.tell(predicted_memory(config, parallel, rows))
     except Exception as error:  # the ranks have their figures without it
-        send((None, f"the planner fails: {type(error).__name__}: {first_line(error)}"))
+        caller.tell((None, f"the planner fails: {type(error).__name__}: {first_line(error)}"))
 
 
 def predicted_memory(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,30 +17,66 @@ from typing import Any
 
 import torch
 
-Send = Callable[[Any], None]
-Work = Callable[[Send], None]
-
 _MOST = 16
-"""Forks at once: each may take half a GiB."""
+"""Forks that work at once: each may take half a GiB."""
+_OBJECTS_BEFORE_COLLECTING = 50_000
+"""What a step makes mostly stays, or goes by itself: looking for garbage as often as usual takes a tenth of it."""
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
+class Caller:
+    """Who has a worker work, as the worker sees it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def tell(self, said: Any) -> None:
+        """Send something that survives pickling; nobody answers."""
+        self._connection.send(said)
+
+    def ask(self, question: Any) -> Any:
+        """Send a question and wait for its answer; None if there is none."""
+        self._connection.send(question)
+        return self._connection.recv()
+
+
+class Here(Caller):
+    """The caller of a worker in its own process: it hears everything at the end, and so has no answers."""
+
+    def __init__(self, sent: deque[Any]) -> None:
+        self._sent = sent
+
+    def tell(self, said: Any) -> None:
+        self._sent.append(said)
+
+    def ask(self, question: Any) -> Any:
+        return None
+
+
+Work = Callable[[Caller], None]
+
+
 class Fork:
-    """A fork that does `work`. What it sends has to survive pickling.
+    """A fork that does `work`.
 
     Args:
         silent: whether what it writes to the terminal is dropped.
     """
 
     def __init__(self, work: Work, silent: bool = False) -> None:
-        self.connection, ours = multiprocessing.Pipe(duplex=False)
+        self.connection, ours = multiprocessing.Pipe()
         # Not a daemon: those may have no processes of their own, and a batch may come from some.
         self._process = multiprocessing.get_context("fork").Process(
             target=_run_in_fork, args=(work, ours, self.connection, silent, os.getpid())
         )
         self._process.start()
         ours.close()
+
+    def answer(self, answer: Any) -> None:
+        """Answer what it asked."""
+        with contextlib.suppress(OSError):  # it has ended, which is heard next
+            self.connection.send(answer)
 
     def end(self) -> None:
         """Stop it if it still works."""
@@ -58,7 +96,7 @@ class InProcess:
 
     def __init__(self, work: Work) -> None:
         self.sent: deque[Any] = deque()
-        work(self.sent.append)
+        work(Here(self.sent))
 
     def end(self) -> None:
         """Nothing is left to stop."""
@@ -74,8 +112,8 @@ def can_fork() -> bool:
 
 
 def most_at_once() -> int:
-    """How many workers may work at once."""
-    return min(len(os.sched_getaffinity(0)), _MOST) if can_fork() else 1
+    """How many workers may work at once: more than there are processors, which the last few would not all have."""
+    return min(2 * len(os.sched_getaffinity(0)), _MOST) if can_fork() else 1
 
 
 def start(work: Work, silent: bool = False) -> Fork | InProcess:
@@ -118,8 +156,10 @@ def _run_in_fork(work: Work, ours: Connection, theirs: Connection, silent: bool,
     theirs.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its forks
     torch.set_num_threads(1)  # those that were started before do not outlive a fork
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_BEFORE_COLLECTING)
     if silent:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
-    work(ours.send)
+    work(Caller(ours))

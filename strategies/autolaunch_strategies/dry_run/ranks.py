@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,9 +13,20 @@ from typing import Any
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
 from autolaunch_strategies.config.errors import first_line
-from autolaunch_strategies.dry_run.forks import Fork, InProcess, Send, messages, most_at_once, start
-from autolaunch_strategies.dry_run.step import PretendedRank, Training, pretend
-from autolaunch_strategies.dry_run.world import NotSaidYet, Said, Way, World
+from autolaunch_strategies.dry_run.agreement import disagreements, unlike
+from autolaunch_strategies.dry_run.forks import Caller, Fork, InProcess, can_fork, messages, most_at_once, start
+from autolaunch_strategies.dry_run.step import PretendedRank, Training, built_once, pretend
+from autolaunch_strategies.dry_run.world import (
+    HEARS,
+    RECORDED,
+    RECORDS,
+    SAID,
+    NotSaidYet,
+    Said,
+    Way,
+    World,
+    unpickled,
+)
 from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
 from autolaunch_strategies.pipeline.placement import group_rank
 from autolaunch_strategies.schedules.schedule import placement
@@ -25,9 +35,30 @@ from autolaunch_strategies.tracing.unreadable import own_line
 
 
 def telling_ranks(shape: MeshShape) -> list[int]:
-    """One rank for each role: of the first and the last stage, and a neighbour of the first rank along other axes."""
-    places = [{}, {"pp": shape.pp - 1}, *({axis: 1} for axis in AXES if axis != "pp" and shape.sizes[axis] > 1)]
-    return sorted({rank_at(shape, place) for place in places})
+    """One rank for each role: of the first and the last stage, and one that stands elsewhere along all other axes."""
+    elsewhere = {axis: min(1, shape.sizes[axis] - 1) for axis in AXES if axis != "pp"}
+    return sorted({rank_at(shape, place) for place in ({}, {"pp": shape.pp - 1}, elsewhere)})
+
+
+def neighbours(shape: MeshShape) -> list[int]:
+    """The first rank, and its neighbour along each axis but pp."""
+    return sorted({rank_at(shape, {axis: min(1, shape.sizes[axis] - 1)}) for axis in AXES if axis != "pp"} | {0})
+
+
+def pretend_and_compare(training: Training, ranks: Sequence[int] = ()) -> tuple[list[PretendedRank], list[str]]:
+    """(A step of each of these ranks, where two of them would wait for each other for ever), of none the telling ones.
+
+    Raises:
+        ConfigError: as `pretend_ranks`.
+    """
+    shape = training.parallel.mesh
+    done = pretend_ranks(training, ranks or telling_ranks(shape))
+    wrong = disagreements(exchanges := {rank.rank: rank.exchanges for rank in done})
+    if not wrong and not ranks and unlike(exchanges, shape):
+        beside = pretend_ranks(training, neighbours(shape))
+        done += [rank for rank in beside if rank.rank not in exchanges]
+        wrong = disagreements({rank.rank: rank.exchanges for rank in beside})
+    return done, wrong
 
 
 def pretend_ranks(training: Training, ranks: Iterable[int]) -> list[PretendedRank]:
@@ -58,10 +89,11 @@ class _Job:
 
 
 class _SideBySide:
-    """Steps of ranks in workers of their own, as many at once as there are processors.
+    """Steps of ranks in workers of their own, all of which have the one module that is built here.
 
-    A rank that has to hear what was not said yet ends, and begins again once it was: a step is one of a training that
-    goes on, in which everything that was said in the first step is known from the start.
+    A rank that has to hear what was not said yet waits for it. One that works in this process can't: it ends, and
+    begins again once it was said. A step is one of a training that goes on, in which everything that was said in the
+    first step is known from the start.
     """
 
     def __init__(self, training: Training) -> None:
@@ -69,7 +101,11 @@ class _SideBySide:
         self._line = _first_to_last(training.parallel)
         self._world = World()
         self._ready: deque[_Job] = deque()
-        self._waiting: dict[Way, list[_Job]] = {}
+        self._begin_once_said: dict[Way, list[_Job]] = {}
+        self._listening: dict[Fork, tuple[Way, int, bool]] = {}
+        """To which way, for which number, and whether it must hear it."""
+        self._recorders: dict[Any, Fork | InProcess] = {}
+        self._want_recording: dict[Any, list[Fork]] = {}
         self._running: dict[Fork | InProcess, _Job] = {}
         self._done: dict[int, PretendedRank] = {}
         self._ended: set[int] = set()
@@ -78,108 +114,137 @@ class _SideBySide:
 
     def pretended(self, wanted: Sequence[int]) -> dict[int, PretendedRank]:
         """The ranks, by number."""
+        if can_fork():
+            self._training = built_once(self._training)
         jobs = [_Job(rank, coordinates(self._shape, rank)["pp"]) for rank in wanted]
         for job in sorted(jobs, key=lambda job: self._line.index(job.place)):
             self._begin(job)
         try:
             while not all(rank in self._done for rank in wanted):
-                while self._ready and len(self._running) < most_at_once():
+                self._let_somebody_go_on()
+                while self._ready and len(self._running) - len(self._listening) < most_at_once():
                     self._start(self._ready.popleft())
-                if not self._running:
-                    raise self._waits_for_ever(*next(iter(self._waiting.items())))
                 for worker, message in messages(self._running):
                     self._hear(worker, message)
-                self._ask_who_says_more()
         finally:
             for worker in self._running:
                 worker.end()
         return self._done
 
     def _begin(self, job: _Job) -> None:
-        """Have it run, once it can: what comes through the pipeline has to have come as far."""
+        """Have it run, after those that it hears from: what comes through the pipeline has to have come as far."""
         line = self._line[: self._line.index(job.place) + 1]
-        unheard = next((way for way in pairwise(line) if not self._world.has_heard(way)), None)
-        if unheard is None:
-            self._ready.append(job)
-        else:
-            self._wait(job, unheard)
+        unheard = [way for way in pairwise(line) if not self._world.has_heard(way)]
+        if can_fork():
+            for way in unheard:
+                self._have_said(way, job)
+        elif unheard:
+            self._begin_once_said.setdefault(unheard[0], []).append(job)
+            self._have_said(unheard[0], job)
+            return
+        self._ready.append(job)
 
-    def _wait(self, job: _Job, way: Way) -> None:
-        self._waiting.setdefault(way, []).append(job)
-        self._ask_who_says_more()
+    def _have_said(self, way: Way, job: _Job) -> None:
+        """Begin a rank that says more on a way to a job, if none runs or is about to.
 
-    def _ask_who_says_more(self) -> None:
-        """Begin ranks that somebody waits for, of places of which none runs or is about to."""
-        for way, jobs in list(self._waiting.items()):
-            live = chain(self._ready, self._running.values(), *self._waiting.values())
-            if way[0] in self._ended:
-                raise self._waits_for_ever(way, jobs)
-            if not any(job.place == way[0] for job in live):
-                self._begin(_Job(self._at(jobs[0], way[0]), way[0], way))
+        Raises:
+            ConfigError: everything was said.
+        """
+        if way[0] in self._ended:
+            raise self._waits_for_ever(way, job)
+        live = chain(self._ready, self._running.values(), *self._begin_once_said.values())
+        if not any(other.place == way[0] for other in live):
+            self._begin(_Job(self._at(job, way[0]), way[0], way))
+
+    def _let_somebody_go_on(self) -> None:
+        """Answer who listens to what was said or never will be, and begin who says it."""
+        for worker, (way, place, must) in list(self._listening.items()):
+            if (header := self._world.header(way, place)) is not None or (not must and way[0] in self._ended):
+                del self._listening[worker]
+                worker.answer(header)
+            else:
+                self._have_said(way, self._running[worker])
+        for way, jobs in list(self._begin_once_said.items()):
+            self._have_said(way, jobs[0])
+        if self._ready or len(self._running) > len(self._listening):
+            return
+        # All wait for each other: who only asks what it could begin early begins it later.
+        for worker, (_, _, must) in self._listening.items():
+            if not must:
+                del self._listening[worker]
+                worker.answer(None)
+                return
+        way, job = next(
+            chain(
+                ((way, self._running[worker]) for worker, (way, _, _) in self._listening.items()),
+                ((way, jobs[0]) for way, jobs in self._begin_once_said.items()),
+            )
+        )
+        raise self._waits_for_ever(way, job)
 
     def _at(self, job: _Job, place: int) -> int:
         """The rank at another place of the pipeline of a job."""
         return rank_at(self._shape, {**coordinates(self._shape, job.rank), "pp": place})
 
-    def _waits_for_ever(self, way: Way, jobs: Sequence[_Job]) -> ConfigError:
+    def _waits_for_ever(self, way: Way, job: _Job) -> ConfigError:
         return ConfigError(
             f"mesh={self._shape.name}",
-            f"rank {jobs[0].rank} waits for what rank {self._at(jobs[0], way[0])} never sends",
+            f"rank {job.rank} waits for what rank {self._at(job, way[0])} never sends",
             "stages that agree on what",
         )
 
     def _start(self, job: _Job) -> None:
         # What a module prints, each rank would.
-        self._running[start(lambda send: self._work(job, send), silent=self._is_heard)] = job
+        self._running[start(lambda caller: self._work(job, caller), silent=self._is_heard)] = job
         self._is_heard = True
 
-    def _work(self, job: _Job, send: Send) -> None:
+    def _work(self, job: _Job, caller: Caller) -> None:
         """In the worker: the step, and what is known of it then."""
-
-        def recorded(*seen: Any) -> None:
-            # It may hold objects of a model that can't be sent: then others find out by themselves.
-            with suppress(Exception):
-                send(("recorded", pickle.dumps(seen)))
-
-        world = self._world.heard_from(lambda *said: send(("said", said)), recorded)
+        world = self._world.heard_from(caller)
         try:
-            send(("done", pretend(self._training, job.rank, world, job.until)))
+            caller.tell(("done", pretend(self._training, job.rank, world, job.until)))
         except Said:
-            send(("stopped", None))
+            caller.tell(("stopped", None))
         except NotSaidYet as silence:
-            send(("waits", (silence.way, world.count(silence.way))))
+            caller.tell(("waits", (silence.way, world.count(silence.way))))
         except ConfigError as error:
-            send(("failed", error))
+            caller.tell(("failed", error))
         except Exception as error:  # whatever a model raises when it is run
             refusal = _refusal(job.rank, self._shape, error)
             refusal.add_note("".join(traceback.format_exception(error)))
-            send(("failed", refusal))
+            caller.tell(("failed", refusal))
 
     def _hear(self, worker: Fork | InProcess, message: Any) -> None:
-        job = self._running[worker]
         kind: str
         said: Any
         kind, said = message or ("vanished", None)
-        if kind == "said":
+        if kind == SAID:
             way, place, header = said
             if self._world.add(way, place, header):
-                for waiting in self._waiting.pop(way, []):
-                    self._begin(waiting)
-            return
-        if kind == "recorded":
-            with suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch's own, as it unpickles a tree
-                self._world.know(*pickle.loads(said))  # of a fork of this process
-            return
-        if kind == "failed":
+                for job in self._begin_once_said.pop(way, []):
+                    self._begin(job)
+        elif kind == HEARS:
+            assert isinstance(worker, Fork)
+            self._listening[worker] = said
+        elif kind == RECORDED:
+            self._keep(said)
+        elif kind == RECORDS:
+            assert isinstance(worker, Fork)
+            self._answer_recording(worker, unpickled(said))
+        elif kind == "failed":
             raise said
-        del self._running[worker]
+        else:
+            self._end(worker, self._running.pop(worker), kind, said)
+
+    def _end(self, worker: Fork | InProcess, job: _Job, kind: str, said: Any) -> None:
         if kind == "vanished":
             assert isinstance(worker, Fork)
             raise ConfigError(
                 f"mesh={self._shape.name}", f"the step of rank {job.rank} ended with exit code {worker.exit_code}"
             )
         worker.end()
+        for key in [key for key, recorder in self._recorders.items() if recorder is worker]:
+            self._tell_recording(key, None)
         if kind == "done":
             self._ended.add(job.place)
             if job.until is None:
@@ -189,7 +254,26 @@ class _SideBySide:
             if self._world.count(way) > heard:
                 self._begin(job)
             else:
-                self._wait(job, way)
+                self._begin_once_said.setdefault(way, []).append(job)
+
+    def _answer_recording(self, worker: Fork, key: Any) -> None:
+        """Answer at once, but for what another one is recording."""
+        recording = self._world.recording(key)
+        if recording is None and self._recorders.setdefault(key, worker) is not worker:
+            self._want_recording.setdefault(key, []).append(worker)
+        else:
+            worker.answer(None if recording is None else pickle.dumps(recording))
+
+    def _keep(self, recorded: bytes) -> None:
+        with suppress(Exception):  # it may hold what can't be made again: then others find out by themselves
+            key, recording = unpickled(recorded)
+            self._world.know(key, recording)
+            self._tell_recording(key, pickle.dumps(recording))
+
+    def _tell_recording(self, key: Any, recording: bytes | None) -> None:
+        self._recorders.pop(key, None)
+        for worker in self._want_recording.pop(key, []):
+            worker.answer(recording)
 
 
 def _first_to_last(parallel: ParallelConfig) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -70,6 +70,8 @@ class Training:
     own_plan: Mapping[str, Any] | None = None
     clip: float | None = None
     """To which norm gradients are clipped."""
+    built: list[tuple[pl.LightningModule, Construction | None]] = field(default_factory=list)
+    """Modules that are built already, for a step each."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,7 @@ def _pretend(training: Training, rank: int, world: World, until: Way | None, rep
     with pretended_group(rank, parallel.mesh.size), ExitStack() as stack:
         replicate, shard = parallel.dp.split(parallel.mesh.dp)
         mesh = RankMesh.build(parallel.mesh, replicate, shard, "cpu", ulysses=parallel.ulysses)
-        with precision.module_init_context():
-            module, construction = training.build()
-        if construction is not None:
-            construction.settle(module)
-            construction.remember(module)  # by tensors that are not fake yet
-            construction.gives_shapes_alone = True
+        module, construction = _built(training)
         stack.enter_context(world.heard_by_a_rank(until))
         stack.enter_context(fake_tensors())
         stack.enter_context(meshes_outside())
@@ -168,6 +165,26 @@ def _pretend(training: Training, rank: int, world: World, until: Way | None, rep
         place = 0 if applied.pipeline is None else applied.pipeline.pipe_rank
         notes += tuple(gathering(applied.context_parallel.sharded))
         return PretendedRank(rank, mesh.coordinate, place, trace.peak(), held, trace.exchanges, notes)
+
+
+def _built(training: Training) -> tuple[pl.LightningModule, Construction | None]:
+    """The module as a step takes it."""
+    if training.built:
+        return training.built.pop()
+    with (training.precision or Precision()).module_init_context():
+        module, construction = training.build()
+    if construction is not None:
+        construction.settle(module)
+        construction.remember(module)  # by tensors that are not fake yet
+        construction.gives_shapes_alone = True
+    return module, construction
+
+
+def built_once(training: Training) -> Training:
+    """The same with a module that is built, for the first step of each fork of this process."""
+    with suppress(Exception):  # which is told by a step
+        return replace(training, built=[_built(training)])
+    return training
 
 
 def _splits_backward(parallel: ParallelConfig) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,12 +13,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from autolaunch_strategies.dry_run.forks import Caller
 from autolaunch_strategies.pipeline import cut, structure
 from autolaunch_strategies.pipeline.record import Recording, record
 from autolaunch_strategies.pipeline.transfer import Channel, Header
 
 Way = tuple[int, int]
 """From one place along pp to another."""
+
+
+SAID, HEARS, RECORDED, RECORDS = "said", "hears", "recorded", "records"
+"""What a rank says to who has it work: (way, number, header) that is new; which of them it needs, and whether it must
+have it (the answer is a header, or None); a pickled key and recording; for which pickled key it needs a recording (the
+answer is one, pickled, or None: it has to record it)."""
 
 
 class NotSaidYet(BaseException):
@@ -40,25 +49,18 @@ class World:
     Ranks at other places of the axes beside pp say the same to their own neighbours, so one is heard by all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, caller: Caller | None = None) -> None:
         self._headers: dict[Way, list[Header]] = {}
         """What was sent, in order."""
         self._recordings: dict[Any, Recording] = {}
         """What calls of the model look like, which is the same on every rank: each kind is recorded once."""
-        self._tell_said: Callable[[Way, int, Header], None] = lambda *_: None
-        self._tell_recorded: Callable[[Any, Recording], None] = lambda *_: None
+        self._caller = caller
 
-    def heard_from(self, said: Callable[[Way, int, Header], None], recorded: Callable[[Any, Recording], None]) -> World:
-        """The same world for a rank of which another process is told.
-
-        Args:
-            said: is called with what `add` takes.
-            recorded: is called with what `know` takes.
-        """
-        world = World()
+    def heard_from(self, caller: Caller) -> World:
+        """The same world for a rank that somebody else works on, who tells it more, and is told of what is new."""
+        world = World(caller)
         world._headers = {way: list(headers) for way, headers in self._headers.items()}
         world._recordings = dict(self._recordings)
-        world._tell_said, world._tell_recorded = said, recorded
         return world
 
     def add(self, way: Way, place: int, header: Header) -> bool:
@@ -70,9 +72,24 @@ class World:
             return True
         return False
 
+    def header(self, way: Way, place: int, must: bool = False) -> Header | None:
+        """What was said as number `place` on a way; None if it is not known, and will not be.
+
+        Args:
+            must: whether the rank can't go on without.
+        """
+        said = self._headers.setdefault(way, [])
+        if place == len(said) and self._caller is not None:
+            said += [answer] if (answer := self._caller.ask((HEARS, (way, place, must)))) is not None else []
+        return said[place] if place < len(said) else None
+
     def know(self, key: Any, recording: Recording) -> None:
         """Keep what a call of the model looks like."""
         self._recordings.setdefault(key, recording)
+
+    def recording(self, key: Any) -> Recording | None:
+        """What a call of the model looks like; None if it is not known."""
+        return self._recordings.get(key)
 
     def has_heard(self, way: Way) -> bool:
         """Whether anything was said on it."""
@@ -103,23 +120,25 @@ class World:
             place = sent.get(way, 0)
             sent[way] = place + 1
             if self.add(way, place, header):
-                self._tell_said(way, place, header)
+                if self._caller is not None:
+                    self._caller.tell((SAID, (way, place, header)))
                 if way == until:
                     raise Said
 
         def knows_header(channel: Channel, key: Any, source: int) -> bool:
             way = (source, channel.group.rank())
             known = channel._received_headers.get(source, {})
-            return key in known or read.get(way, 0) < len(self._headers.get(way, []))
+            return key in known or self.header(way, read.get(way, 0)) is not None
 
         def receive_header(channel: Channel, key: Any, source: int) -> Header:
             known = channel._received_headers.setdefault(source, {})
             if key not in known:
                 way = (source, channel.group.rank())
-                place, said = read.get(way, 0), self._headers.get(way, [])
-                if place == len(said):
+                place = read.get(way, 0)
+                header = self.header(way, place, must=True)
+                if header is None:
                     raise NotSaidYet(way)
-                read[way], known[key] = place + 1, said[place]
+                read[way], known[key] = place + 1, header
             return known[key]
 
         start_sending = dist.isend
@@ -151,9 +170,30 @@ class World:
         kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
         key = tuple(units), model.training, torch.is_grad_enabled(), origin, spec, tuple(kinds)
         if key not in self._recordings:
-            self._recordings[key] = record(model, units, args, kwargs, origin)
-            self._tell_recorded(key, self._recordings[key])
+            self._recordings[key] = self._asked(key) or record(model, units, args, kwargs, origin)
+            self._tell(key)
         return self._recordings[key]
+
+    def _asked(self, key: Any) -> Recording | None:
+        """What another rank records or has recorded; None if this one is to."""
+        with suppress(Exception):  # a key may hold objects of a model that can't be sent
+            answer = None if self._caller is None else self._caller.ask((RECORDS, pickle.dumps(key)))
+            return None if answer is None else unpickled(answer)
+        return None
+
+    def _tell(self, key: Any) -> None:
+        """Let others have what was recorded, if that can be sent: else they find out by themselves."""
+        if self._caller is None:
+            return
+        with suppress(Exception):
+            self._caller.tell((RECORDED, pickle.dumps((key, self._recordings[key]))))
+
+
+def unpickled(data: bytes) -> Any:
+    """What another process of this program has pickled."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, as it unpickles a tree
+        return pickle.loads(data)
 
 
 class PretendedExchange:

@@ -46,6 +46,11 @@ class FakeTensorsWithResults(FakeTensorMode):
 
     _results: dict[Any, Any] = {}
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._states: dict[torch.device | None, dict[str, Any]] = {}
+        """What the constructor of a fake tensor sets, by its device."""
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -149,7 +154,18 @@ class FakeTensorsWithResults(FakeTensorMode):
             memory = args[result.argument].untyped_storage()
             made = torch.empty(0, dtype=result.dtype, device="meta")
             made.set_(memory, result.offset, result.shape, result.stride)
-        return FakeTensor(self, made, result.device)
+        state = self._states.get(result.device)
+        if state is None:
+            fake = FakeTensor(self, made, result.device)
+            self._states[result.device] = dict(vars(fake))
+            return fake
+        # What its constructor does, without the checks and the settings one by one, which take four times as long.
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=result.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(state)
+        return fake
 
 
 def _share_memory(item: Any, output: torch.Tensor) -> bool:

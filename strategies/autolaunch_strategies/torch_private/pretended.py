@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autolaunch_strategies.torch_private.fake_results import FakeTensorsWithResults
 from autolaunch_strategies.torch_private.meshes import forget_meshes
 from autolaunch_strategies.torch_private.modes import outside_of_modes
 
@@ -44,11 +45,19 @@ def meshes_outside() -> Iterator[None]:
 
 @contextmanager
 def whole_shapes_outside() -> Iterator[None]:
-    """Within it no mode sees how DTensors find out what an operator gives: on fake tensors of the whole shape."""
+    """Within it no mode sees how DTensors find out what an operator gives: on fake tensors of the whole shape.
+
+    All in one mode, where they make a new one for each, and write down for it who does.
+    """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator as Propagator
 
-    own = Propagator._propagate_tensor_meta_non_cached
-    Propagator._propagate_tensor_meta_non_cached = _outside(own)  # type: ignore[method-assign]  # there is no hook
+    own, mode = Propagator._propagate_tensor_meta_non_cached, FakeTensorsWithResults()
+
+    def outside(self: Propagator, op_schema: Any) -> Any:
+        with outside_of_modes(), mode:
+            return own(self, op_schema)
+
+    Propagator._propagate_tensor_meta_non_cached = outside  # type: ignore[method-assign]  # there is no hook
     try:
         yield
     finally:

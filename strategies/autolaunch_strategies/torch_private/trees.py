@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,37 @@ def flattened(tree: Any) -> tuple[list[Any], TreeSpec]:
 def unflattened(leaves: list[Any], spec: TreeSpec) -> Any:
     """As torch's `tree_unflatten`, likewise."""
     return leaves[0] if spec is _LEAF else tree_unflatten(leaves, spec)
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """What tuples, lists and dicts hold, in their order: `tree_flatten` for what operators are given and return."""
+    leaves: list[Any] = []
+    _add_leaves(values, leaves)
+    return leaves
+
+
+def _add_leaves(values: Any, leaves: list[Any]) -> None:
+    kind = type(values)
+    if kind is tuple or kind is list:
+        for value in values:
+            _add_leaves(value, leaves)
+    elif kind is dict:
+        for value in values.values():
+            _add_leaves(value, leaves)
+    else:
+        leaves.append(values)
+
+
+def mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    """The same tuples, lists and dicts of what a function makes of each leaf: `tree_map` for operators likewise."""
+    kind = type(values)
+    if kind is tuple:
+        return tuple([mapped(function, value) for value in values])
+    if kind is list:
+        return [mapped(function, value) for value in values]
+    if kind is dict:
+        return {key: mapped(function, value) for key, value in values.items()}
+    return function(values)
 
 
 def children_of(spec: TreeSpec) -> list[TreeSpec]:
