@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 wrong config, 1 a run failed, 75 a signal ended it after i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Sequence
@@ -24,13 +25,17 @@ except KeyboardInterrupt:  # nearly all of the time before `run`, which tells th
 def main() -> None:
     """Entry point of the console script and of `python -m autolaunch`."""
     keep_streams_open()
-    code = run(sys.argv[1:])
+    code = run(sys.argv[1:], plans_beside=True)
     gc.freeze()  # before it ends, Python would look for garbage in all of torch once more, for half a second
     sys.exit(code)
 
 
-def run(argv: Sequence[str]) -> int:
-    """Do what a command line says and return the exit code; messages go to stderr."""
+def run(argv: Sequence[str], plans_beside: bool = False) -> int:
+    """Do what a command line says and return the exit code; messages go to stderr.
+
+    Args:
+        plans_beside: whether plans may be made in a fork of this process.
+    """
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -49,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
             from autolaunch.jobs.compare import compare_finished
 
             return compare_finished(argv[1:])
-        return _run(parse(argv))
+        return _run(parse(argv), plans_beside)
     except (ConfigError, ConfigErrors) as error:
         if users_want_tracebacks():
             raise
@@ -60,17 +65,22 @@ def run(argv: Sequence[str]) -> int:
         return 130
 
 
-def _run(line: CommandLine) -> int:
+def _run(line: CommandLine, plans_beside: bool) -> int:
     if line.version:
         print(f"autolaunch {__version__}")
         return _printed(0)
     if line.help or (line.info is not None and line.info not in HYDRA_INFO):
         return _printed(_print_own_page(line))
     if line.runs:
-        with no_garbage_collection():
-            from autolaunch.jobs.run import run_jobs
+        with contextlib.ExitStack() as stack:
+            if plans_beside and line.asks_for_a_plan:
+                from autolaunch.planning.ahead import planner_beside
 
-        return run_jobs(line)  # what it does is in its files: output that is lost is no failure
+                stack.enter_context(planner_beside(line))
+            with no_garbage_collection():
+                from autolaunch.jobs.run import run_jobs
+
+            return run_jobs(line)  # what it does is in its files: output that is lost is no failure
     return _printed(_print_page(line))
 
 

@@ -49,6 +49,12 @@ class CommandLine:
         """Whether jobs are to be run, and not something printed."""
         return self.cfg is None and self.info is None and not self.hydra_flags
 
+    @property
+    def asks_for_a_plan(self) -> bool:
+        """Whether a planner may have to choose for one job."""
+        plans = "task=plan" in self.overrides and "cluster" in typed_keys(self.overrides)
+        return self.runs and not self.multirun and (plans or "mesh=auto" in self.overrides)
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

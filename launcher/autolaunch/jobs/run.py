@@ -196,7 +196,7 @@ def _with_choice(
     """
     if not chooses and (composed.config.get("cluster") is None or composed.config.task != "plan"):
         return line, composed, None
-    from autolaunch.planning.choice import choice_of
+    from autolaunch.planning import ahead
 
     raise_all(composed.errors)
     if chooses and composed.config.launch.get("name") == "slurm" and composed.config.cluster.get("name") == "local":
@@ -208,7 +208,9 @@ def _with_choice(
         )
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
-    chosen, choice = choice_of(job.config, line.overrides, job.by_device)
+    answer = ahead.ask(job.config, line.overrides, job.by_device)
+
+    chosen, choice = answer()
     if job.config["task"] == "plan":
         _show_choice(choice, job.config["full"])
     settled = typed_keys(chosen)  # said twice, Hydra would refuse a group

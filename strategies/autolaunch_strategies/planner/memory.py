@@ -12,7 +12,7 @@ the tables of `schedules` for microbatches in flight; `data_parallel` for what i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -635,9 +635,10 @@ def _counts(
     done = np.where((recomputed.sum(axis=2) > 0)[..., None], behind, np.iinfo(np.int64).max).min(axis=1)
     one_by_one = ranks == 1 or one_microbatch
     puts_off = spec.splits_backward and not spec.pairs_passes  # paired passes make gradients of weights at once
-    for rank in range(ranks if one_by_one else 0):
-        for rows in _one_after_the_other(profile, _blocks_on(cut, rank), base[rank].max(axis=0), every, columns):
-            add(drained(rows) if rank == last else rows, rank)
+    for alike, kinds, chosen in _ranks_alike(profile, cut, every) if one_by_one else ():
+        rows = _one_after_the_other(profile, kinds, chosen, base[alike].max(axis=1), columns)
+        rows[alike == last] = drained(rows[alike == last])
+        add(rows, alike)
     for kind in range(0 if one_by_one else len(profile.kinds)):
         for column, which in (("works", held[:, kind] > recomputed.sum(axis=1)[:, kind]), ("repeats", again[:, kind])):
             here = np.flatnonzero(which)
@@ -699,53 +700,53 @@ def _counts(
     return np.concatenate(moments), np.concatenate(of_ranks)
 
 
-def _one_after_the_other(
-    profile: ModelProfile, blocks: Sequence[int], base: Floats, every: int, columns: _Columns
-) -> Iterator[Floats]:
-    """Counts of the backward passes of the blocks of a rank, each when those behind it have had theirs.
+def _one_after_the_other(profile: ModelProfile, kinds: Ints, again: Ints, base: Floats, columns: _Columns) -> Floats:
+    """[ranks, moments, columns]: the backward passes of a rank's blocks, each when those behind it have had theirs.
 
     What is held changes evenly while blocks are of one kind, so the first and the last two of each are enough.
 
     Args:
-        blocks: the numbers of those of this rank, in their order.
-        base: [columns], of this rank with everything in flight.
+        kinds: [blocks], of ranks whose blocks are alike, in their order.
+        again: [blocks], 1 for those that are recomputed.
+        base: [ranks, columns], of these ranks with everything in flight.
     """
     at = columns.at
-    kinds = [profile.blocks[number] for number in blocks]
-    places: dict[int, list[int]] = {}
-    for place, kind in enumerate(kinds):
-        places.setdefault(kind, []).append(place)
-    again = [bool(every) and number % every == 0 for number in blocks]
-    has_backward = [profile.kinds[kind].has_backward for kind in kinds]
-    for place in sorted({place for of_kind in places.values() for place in (*of_kind[:2], *of_kind[-2:])}):
-        if not has_backward[place]:
-            continue
-        rows, kind = base.copy(), kinds[place]
-        for name in ("kept", "casts", "input", "waits"):
-            rows[at[name]] = 0
-        for number in range(place + 1):
-            for name in ("input",) if again[number] else ("kept", "casts"):
-                rows[at[name].start + kinds[number]] += 1
-        for number in range(place + 1, len(kinds)):
-            rows[at["gradients"].start + kinds[number]] += 1
-            rows[at["waits"].start + kinds[number]] += 1
-        rows[at["waits"]] = np.minimum(rows[at["waits"]], base[at["waits"]])
-        for suffix in ("after", "shared"):
-            rows[at[f"gradients_{suffix}"]] = rows[at[f"state_{suffix}"]]
-        rows[at["after_done"]] = rows[at["after"]]
+    has_backward = np.asarray([part.has_backward for part in profile.kinds])[kinds]
+    of_kinds = [np.flatnonzero(kinds == kind) for kind in range(len(profile.kinds))]
+    ends = np.unique(np.concatenate([np.append(places[:2], places[-2:]) for places in of_kinds]))
+    places = ends[has_backward[ends]]
+    is_of_kind = (kinds[:, None] == np.arange(len(profile.kinds))).astype(np.int64)
+    recomputed = is_of_kind * again[:, None]
+    behind = is_of_kind.sum(axis=0) - is_of_kind.cumsum(axis=0)[places]
+    rows = np.repeat(base[:, None], len(places), axis=1)
+    rows[..., at["kept"]] = rows[..., at["casts"]] = (is_of_kind - recomputed).cumsum(axis=0)[places]
+    rows[..., at["input"]] = recomputed.cumsum(axis=0)[places]
+    rows[..., at["gradients"]] += behind
+    rows[..., at["waits"]] = np.minimum(behind, base[:, None, at["waits"]])
+    for suffix in ("after", "shared"):
+        rows[..., at[f"gradients_{suffix}"]] = rows[..., at[f"state_{suffix}"]]
+    rows[..., at["after_done"]] = rows[..., at["after"]]
+    for moment, place in enumerate(places):
         for name in ("repeats" if again[place] else "works", "converts"):
-            rows[at[name].start + kind] = 1
+            rows[:, moment, at[name].start + kinds[place]] = 1
         if place + 1 < len(kinds):
-            rows[at["reduced"].start + kinds[place + 1]] = 1
+            rows[:, moment, at["reduced"].start + kinds[place + 1]] = 1
         if place and has_backward[place - 1]:
-            rows[at["next"].start + kinds[place - 1]] = 1
-        yield rows
+            rows[:, moment, at["next"].start + kinds[place - 1]] = 1
+    return rows
 
 
-def _blocks_on(cut: Cut, rank: int) -> list[int]:
-    """The numbers of the blocks that a rank of the pipeline has, in their order."""
-    stage = np.repeat(np.arange(len(cut.sizes)), cut.sizes)
-    return np.flatnonzero(cut.rank_of_stage[stage] == rank).tolist()
+def _ranks_alike(profile: ModelProfile, cut: Cut, every: int) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """(ranks, the kinds of their blocks in their order, 1 for each that is recomputed) of ranks that share these."""
+    rank_of_block = np.repeat(cut.rank_of_stage, cut.sizes)
+    again = (np.arange(len(profile.blocks)) % every == 0) if every else np.zeros(len(profile.blocks))
+    of_blocks = np.stack([np.asarray(profile.blocks), again.astype(np.int64)])
+    alike: dict[bytes, list[int]] = {}
+    for rank in range(int(cut.rank_of_stage.max()) + 1):
+        alike.setdefault(of_blocks[:, rank_of_block == rank].tobytes(), []).append(rank)
+    for ranks in alike.values():
+        kinds, chosen = of_blocks[:, rank_of_block == ranks[0]]
+        yield np.asarray(ranks), kinds, chosen
 
 
 def _recomputed(profile: ModelProfile, cut: Cut, every: int) -> tuple[Ints, Ints]:

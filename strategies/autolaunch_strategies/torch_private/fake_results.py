@@ -48,6 +48,7 @@ class FakeTensorsWithResults(FakeTensorMode):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.cache_enabled = False  # torch's own, which takes longer than what it spares beside this one
         self._states: dict[torch.device | None, dict[str, Any]] = {}
         """What the constructor of a fake tensor sets, by its device."""
 

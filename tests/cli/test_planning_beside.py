@@ -1,0 +1,85 @@
+"""Plans that a fork of the command makes: what it says is what the command would, also where it can't."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autolaunch import cli
+from tests.support.ranks import environment, start
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
+
+PLAN = ("plan", "model=llama", "model.size=debug", "data=synthetic", "cluster=h100x8")
+TOO_LARGE = ("plan", "model=llama", "model.size=405b", "cluster=h100x8")
+COMMAND = "import os, sys; from autolaunch import cli; from autolaunch.planning import ahead; {}; sys.exit(cli.main())"
+
+
+ONLY_BESIDE = (
+    "import autolaunch.planning.choice as planning; here, plan = os.getpid(), planning.choice_of; "
+    "planning.choice_of = lambda *asked: plan(*asked) if os.getpid() != here else os._exit(3)"
+)
+
+
+def planned(directory: Path, *words: str, before: str = "pass") -> tuple[int, str]:
+    """(exit code, what was shown) of the command in a new process, which does something before."""
+    env = environment(XDG_CACHE_HOME=str(directory / "cache"), COLUMNS="100")
+    done = start([sys.executable, "-c", COMMAND.format(before), *words], cold=True, cwd=directory, env=env)
+    return done.returncode, done.stdout
+
+
+def notes(directory: Path) -> list[str]:
+    """What only a fork writes down: models whose profile is known."""
+    file = directory / "cache" / "autolaunch" / "profiles" / "lines.txt"
+    return file.read_text(encoding="ascii").split() if file.exists() else []
+
+
+def test_a_plan_is_the_same_wherever_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By a fork that imports torch, by one that need not, here, and here after a fork that has ended too early."""
+    code, cold = planned(tmp_path, *PLAN)
+    assert code == 0 and "8 devices" in cold and len(notes(tmp_path)) == 1
+    again = planned(tmp_path, *PLAN, before=ONLY_BESIDE)
+    fails = planned(tmp_path, *PLAN, before="ahead._import_what_it_takes = lambda with_torch: os._exit(1)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "100")
+    here = cli.run([*PLAN]), capfd.readouterr().out
+    shown = {screen.partition("run it")[0] for _, screen in ((0, cold), again, fails, here)}
+    assert [again[0], fails[0], here[0]] == [0, 0, 0] and len(shown) == 1
+    assert len(notes(tmp_path)) == 1
+
+
+def test_what_is_wrong_is_told_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    beside = planned(tmp_path, *TOO_LARGE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert beside == (cli.run(TOO_LARGE), capfd.readouterr().err)
+    assert beside[0] == 2 and "nothing fits" in beside[1]
+
+
+COMPILER = """
+import sys
+from autolaunch_strategies.torch_private.compiler import import_compiler_when_asked
+import_compiler_when_asked()
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    (weight @ weight).sum().backward()
+loaded = ["torch._dynamo.eval_frame" in sys.modules]
+{}
+loaded.append("torch._dynamo.eval_frame" in sys.modules)
+print(loaded, torch.compile(lambda value: value * 2, backend="eager")(torch.ones(2)).tolist())
+"""
+
+
+@pytest.mark.parametrize("asks", ["import torch._dynamo.utils", "from torch._dynamo import OptimizedModule"])
+def test_the_compiler_is_imported_once_something_asks_for_it(asks: str) -> None:
+    done = start([sys.executable, "-c", COMPILER.format(asks)], cold=True)
+    assert done.stdout == "[False, True] [2.0, 2.0]\n"
