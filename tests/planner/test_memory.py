@@ -62,6 +62,11 @@ WHOLE = 8 * 1000 + 3000 + 2000
 KEPT = 8 * 50_000 + 800 + 9_000  # of one sequence
 
 
+def test_a_model_without_blocks_has_memory() -> None:
+    bare = model(0, kinds=())
+    assert total(Candidate(), bare) == 16 * 5000 + 8 * (800 + 9_000 + LOSS)
+
+
 @pytest.mark.parametrize(
     ("candidate", "expected"),
     [

@@ -711,6 +711,8 @@ def _one_after_the_other(profile: ModelProfile, kinds: Ints, again: Ints, base: 
         base: [ranks, columns], of these ranks with everything in flight.
     """
     at = columns.at
+    if not len(kinds):
+        return np.empty((len(base), 0, columns.count))
     has_backward = np.asarray([part.has_backward for part in profile.kinds])[kinds]
     of_kinds = [np.flatnonzero(kinds == kind) for kind in range(len(profile.kinds))]
     ends = np.unique(np.concatenate([np.append(places[:2], places[-2:]) for places in of_kinds]))
