@@ -11,7 +11,7 @@ from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.dry_run import forks, ranks
 from autolaunch_strategies.dry_run.ranks import pretend_ranks
 from autolaunch_strategies.dry_run.step import PretendedRank, Training
-from autolaunch_strategies.dry_run.world import World
+from autolaunch_strategies.dry_run.world import SAID, World
 from tests.dry_run.pretending import pretended_ranks, training_of
 from tests.planner import memory_cases as cases
 
@@ -40,6 +40,9 @@ def main(names: list[str]) -> None:
         ranks.pretend = partial(listen, needs)
         print(name, end=": ")
         told(staged)
+    ranks.pretend = partial(record_what_cannot_be_sent)
+    print("one records and listens", end=": ")
+    told(staged)
 
 
 def told(training: Training) -> None:
@@ -53,6 +56,16 @@ def listen(needs: set[int], training: Training, rank: int, world: World, until: 
     """In place of a step: a rank that listens to the other one, if it needs to or if nobody has to."""
     if rank in needs or not needs:
         world.header((1 - rank, rank), 0, must=rank in needs)
+    return PretendedRank(rank, {}, 0, {}, {}, [])
+
+
+def record_what_cannot_be_sent(training: Training, rank: int, world: World, until: Any = None) -> PretendedRank:
+    """In place of a step: a rank that records what the other one needs, too; the first stage, rank 1, then listens."""
+    assert world._asked("a call") is None and world._caller is not None
+    if rank == 1:
+        world.header((0, 1), 0, must=True)
+    else:
+        world._caller.tell((SAID, ((0, 1), 0, "a header")))
     return PretendedRank(rank, {}, 0, {}, {}, [])
 
 

@@ -218,6 +218,9 @@ class _SideBySide:
         kind: str
         said: Any
         kind, said = message or ("vanished", None)
+        if kind != RECORDED:  # whoever says something else records nothing: it has failed to, or can't send it
+            for key in [key for key, recorder in self._recorders.items() if recorder is worker]:
+                self._tell_recording(key, None)
         if kind == SAID:
             way, place, header = said
             if self._world.add(way, place, header):
@@ -243,8 +246,6 @@ class _SideBySide:
                 f"mesh={self._shape.name}", f"the step of rank {job.rank} ended with exit code {worker.exit_code}"
             )
         worker.end()
-        for key in [key for key, recorder in self._recorders.items() if recorder is worker]:
-            self._tell_recording(key, None)
         if kind == "done":
             self._ended.add(job.place)
             if job.until is None:
