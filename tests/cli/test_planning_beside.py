@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,6 +62,18 @@ def test_what_is_wrong_is_told_as_ever(
     monkeypatch.setenv("COLUMNS", "100")
     assert beside == (cli.run(TOO_LARGE), capfd.readouterr().err)
     assert beside[0] == 2 and "nothing fits" in beside[1]
+
+
+WAITS = "ahead._import_what_it_takes = lambda with_torch: (print('waits', flush=True), __import__('time').sleep(100))"
+
+
+def test_a_fork_ends_with_the_command_however_that_ends(tmp_path: Path) -> None:
+    """A plan that nobody reads any longer, of a module that may take for ever, is not made."""
+    words = [sys.executable, "-c", COMMAND.format(WAITS), *PLAN]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None and command.stdout.readline() == "waits\n"
+        command.kill()
+        assert command.communicate(timeout=20)[0] == ""  # once nobody could write there any longer
 
 
 COMPILER = """

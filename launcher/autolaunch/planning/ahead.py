@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib
@@ -27,6 +28,9 @@ _NOT_OF_MODELS = frozenset(
     ("cluster", "mesh", "pp", "cp", "ep", "recompute", "compile", "optimizer", "trainer", "why", "full", "name")
 )
 """Keys that a profile does not depend on."""
+
+_SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 _waiting: _Planner | None = None
 
@@ -76,11 +80,11 @@ class _Planner:
     def __init__(self, line: CommandLine) -> None:
         theirs_to_read, ours_to_write = os.pipe()
         ours_to_read, theirs_to_write = os.pipe()
-        self._process = os.fork()
+        parent, self._process = os.getpid(), os.fork()
         if self._process == 0:
             os.close(ours_to_write)
             os.close(ours_to_read)
-            _plan(line, theirs_to_read, theirs_to_write)
+            _plan(line, theirs_to_read, theirs_to_write, parent)
         os.close(theirs_to_read)
         os.close(theirs_to_write)
         self._to, self._of = ours_to_write, ours_to_read
@@ -108,10 +112,13 @@ class _Planner:
             os.waitpid(self._process, 0)
 
 
-def _plan(line: CommandLine, to_read: int, to_write: int) -> NoReturn:
-    """In the fork: import, read a question, write the answer, and end."""
+def _plan(line: CommandLine, to_read: int, to_write: int, parent: int) -> NoReturn:
+    """In the fork: import, read a question, write the answer, and end; also when its parent does."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says that it was ended
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before
+            os._exit(0)
         gc.disable()
         _import_what_it_takes(with_torch=not _is_noted(line))
         from autolaunch.planning.choice import choice_of
