@@ -85,10 +85,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 with FakeTensorMode():
     weight = torch.nn.Parameter(torch.ones(4, 4))
     (weight @ weight).sum().backward()
+@torch.compiler.disable
+@torch.compiler.disable(recursive=False)
+@torch._dynamo.disable(fn=None)
+def doubled(value):
+    return value * 2
 loaded = ["torch._dynamo.eval_frame" in sys.modules]
 {}
 loaded.append("torch._dynamo.eval_frame" in sys.modules)
-print(loaded, torch.compile(lambda value: value * 2, backend="eager")(torch.ones(2)).tolist())
+print(loaded, torch.compile(doubled, backend="eager")(torch.ones(2)).tolist())
 """
 
 

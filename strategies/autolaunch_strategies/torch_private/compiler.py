@@ -51,8 +51,8 @@ class _Later(ModuleType):
         return getattr(self, name)
 
 
-def _as_it_is(function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-    return function
+def _as_it_is(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
+    return _as_it_is if fn is None else fn  # without one it is a decorator, as `@torch.compiler.disable()`
 
 
 def _nothing() -> None:
