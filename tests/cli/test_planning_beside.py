@@ -24,9 +24,9 @@ ONLY_BESIDE = (
 )
 
 
-def planned(directory: Path, *words: str, before: str = "pass") -> tuple[int, str]:
+def planned(directory: Path, *words: str, before: str = "pass", **variables: str) -> tuple[int, str]:
     """(exit code, what was shown) of the command in a new process, which does something before."""
-    env = environment(XDG_CACHE_HOME=str(directory / "cache"), COLUMNS="100")
+    env = environment(XDG_CACHE_HOME=str(directory / "cache"), COLUMNS="100", **variables)
     done = start([sys.executable, "-c", COMMAND.format(before), *words], cold=True, cwd=directory, env=env)
     return done.returncode, done.stdout
 
@@ -62,6 +62,8 @@ def test_what_is_wrong_is_told_as_ever(
     monkeypatch.setenv("COLUMNS", "100")
     assert beside == (cli.run(TOO_LARGE), capfd.readouterr().err)
     assert beside[0] == 2 and "nothing fits" in beside[1]
+    traced = planned(tmp_path, *TOO_LARGE, HYDRA_FULL_ERROR="1")
+    assert traced[0] == 1 and "in make_plan" in traced[1]
 
 
 WAITS = "ahead._import_what_it_takes = lambda with_torch: (print('waits', flush=True), __import__('time').sleep(100))"

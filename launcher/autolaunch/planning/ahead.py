@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autolaunch.config.command_line import CommandLine, typed_keys
+from autolaunch.config.command_line import CommandLine, typed_keys, users_want_tracebacks
 from autolaunch.directories import user_cache
 from autolaunch.launch.place import place
 from autolaunch_strategies.config import ConfigError, ConfigErrors
@@ -39,10 +39,11 @@ _waiting: _Planner | None = None
 def planner_beside(line: CommandLine) -> Iterator[None]:
     """Have a planner at hand for a command line that asks for one plan.
 
-    None where it could not run beside this process, or other threads might hold locks as it is forked.
+    None where it could not run beside this process, or other threads might hold locks as it is forked; nor where
+    errors are to be shown with where they were raised, which does not survive pickling.
     """
     global _waiting
-    alone = threading.active_count() == 1 and place().kind == "alone"
+    alone = threading.active_count() == 1 and place().kind == "alone" and not users_want_tracebacks()
     if line.asks_for_a_plan and alone and sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1:
         _waiting = _Planner(line)
     try:
