@@ -102,6 +102,13 @@ def test_details_of_construction() -> None:
     assert torch.allclose(norm, values["convolution.parametrizations.weight.original0"].flatten())
 
 
+@pytest.mark.parametrize("number", [torch.int64, torch.float32])
+def test_what_can_not_be_drawn_is_refused_in_the_constructor(number: torch.dtype) -> None:
+    """Where the line that does it is known, and not as values are made."""
+    with Construction(0).recording(), pytest.raises(RuntimeError):
+        torch.empty(3, dtype=number).normal_(std=1.0 if number is torch.int64 else -1.0)
+
+
 def test_values_are_a_function_of_the_seed_alone() -> None:
     _, first = built(Everything)
     torch.manual_seed(123)

@@ -360,8 +360,10 @@ def _to_meta(leaf: Any) -> Any:
 
 def _only_fills(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether nothing is to be done on meta, where torch's `normal_` takes ten times as long as others."""
-    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
-    return func is torch.ops.aten.normal_.default and std >= 0
+    if func is not torch.ops.aten.normal_.default or not (args[0].is_floating_point() or args[0].is_complex()):
+        return False
+    std: float = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+    return std >= 0
 
 
 def _named_arguments(operator: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
