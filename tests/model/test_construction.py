@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,6 +108,27 @@ def test_what_can_not_be_drawn_is_refused_in_the_constructor(number: torch.dtype
     """Where the line that does it is known, and not as values are made."""
     with Construction(0).recording(), pytest.raises(RuntimeError):
         torch.empty(3, dtype=number).normal_(std=1.0 if number is torch.int64 else -1.0)
+
+
+class Indexed(nn.Module):
+    """Tensors that are indexed with what torch makes tensors of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.arange(12.0).view(3, 4)
+        numbers[[0, 1], [1, 0]] = torch.tensor([90.0, 80.0])
+        numbers[2, [0, 3]] = -1.0
+        self.picked = nn.Buffer(numbers[[2, 0, 1]])
+        self.columns = nn.Buffer(numbers[:, [3, 1]])
+        self.by_array = nn.Buffer(numbers[np.array([[1, 0], [0, 2]]), None])
+        self.none = nn.Buffer(numbers[[]])
+
+
+def test_lists_that_index_are_numbers_and_not_memory() -> None:
+    _, values = built(Indexed)
+    expected = Indexed().state_dict()
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
 
 
 def test_values_are_a_function_of_the_seed_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import importlib
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 
 from autolaunch.config.command_line import CommandLine, typed_keys, users_want_tracebacks
 from autolaunch.directories import user_cache
+from autolaunch.launch.containment import die_with_parent
 from autolaunch.launch.place import place
 from autolaunch_strategies.config import ConfigError, ConfigErrors
 
@@ -28,9 +28,6 @@ _NOT_OF_MODELS = frozenset(
     ("cluster", "mesh", "pp", "cp", "ep", "recompute", "compile", "optimizer", "trainer", "why", "full", "name")
 )
 """Keys that a profile does not depend on."""
-
-_SET_PARENT_DEATH_SIGNAL = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 
 _waiting: _Planner | None = None
 
@@ -117,9 +114,7 @@ def _plan(line: CommandLine, to_read: int, to_write: int, parent: int) -> NoRetu
     """In the fork: import, read a question, write the answer, and end; also when its parent does."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent says that it was ended
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before
-            os._exit(0)
+        die_with_parent(parent)
         gc.disable()
         _import_what_it_takes(with_torch=not _is_noted(line))
         from autolaunch.planning.choice import choice_of

@@ -233,7 +233,7 @@ class _SideBySide:
             self._keep(said)
         elif kind == RECORDS:
             assert isinstance(worker, Fork)
-            self._answer_recording(worker, unpickled(said))
+            self._answer_recording(worker, said)
         elif kind == "failed":
             raise said
         else:
@@ -257,8 +257,13 @@ class _SideBySide:
             else:
                 self._begin_once_said.setdefault(way, []).append(job)
 
-    def _answer_recording(self, worker: Fork, key: Any) -> None:
+    def _answer_recording(self, worker: Fork, pickled_key: bytes) -> None:
         """Answer at once, but for what another one is recording."""
+        try:
+            key = unpickled(pickled_key)
+        except Exception:  # of objects that can't be made again: it finds out by itself
+            worker.answer(None)
+            return
         recording = self._world.recording(key)
         if recording is None and self._recorders.setdefault(key, worker) is not worker:
             self._want_recording.setdefault(key, []).append(worker)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -241,6 +242,7 @@ class Construction:
             if view.storage not in memory and view.storage in self._given:
                 memory[view.storage] = self._given[view.storage]().to(device).contiguous().view(-1)
             elif view.storage not in memory:  # written only by operations that were pruned: any value will do
+                assert view.storage in self._writers, "a tensor of which nothing says what it holds"
                 numbers = self._alive[view.storage].nbytes() // view.dtype.itemsize
                 memory[view.storage] = torch.empty(numbers, dtype=view.dtype, device=device)
             base = memory[view.storage]
@@ -311,6 +313,7 @@ class _PretendReal(TorchFunctionMode):
     """
 
     _READS_MEMORY: frozenset[Any] = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
+    _INDEXES: frozenset[Any] = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
     _ANSWERS: dict[Any, Any] = {
         # These are descriptors; torch's stubs say bool.
         torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]  # a descriptor, to stubs a bool
@@ -327,7 +330,21 @@ class _PretendReal(TorchFunctionMode):
             return self._ANSWERS[func]
         if func in self._READS_MEMORY and self.construction.knows(args[0]):
             args = (self.construction.tensor(args[0]), *args[1:])
+        if func in self._INDEXES:
+            args = (args[0], _with_lists_as_tensors(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _with_lists_as_tensors(index: Any) -> Any:
+    """An index without lists, which torch would make tensors of where the indexed one is, on meta: without values."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_lists_as_tensors, index))
+    if isinstance(index, list):
+        if not index:
+            return torch.tensor(index, dtype=torch.int64)
+        numbers = all(isinstance(item, int) for item in leaves_of(index))
+        return torch.tensor(index) if numbers else tuple(map(_with_lists_as_tensors, index))
+    return torch.as_tensor(index) if isinstance(index, np.ndarray) else index
 
 
 def _view(tensor: torch.Tensor) -> _View:
