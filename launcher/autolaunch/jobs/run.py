@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import math
 import shlex
@@ -209,7 +210,8 @@ def _with_choice(
     hydra = composed.config.hydra
     job = resolve_job(composed.config, hydra, _output_dir(composed.config, hydra.run), None, composed.origin)
     answer = ahead.ask(job.config, line.overrides, job.by_device)
-
+    for comes_next in ("report.choice_screen", "worker"):  # imported meanwhile
+        importlib.import_module(f"autolaunch.{comes_next}")
     chosen, choice = answer()
     if job.config["task"] == "plan":
         _show_choice(choice, job.config["full"])

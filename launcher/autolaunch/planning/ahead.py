@@ -135,15 +135,17 @@ def _plan(line: CommandLine, to_read: int, to_write: int, parent: int) -> NoRetu
 
 def _import_what_it_takes(with_torch: bool) -> None:
     """Import what `choice_of` would, also with a model that nothing is known of."""
-    names = ["recipe", "choose", "document", "explain", "settings"]
+    names = [
+        f"autolaunch_strategies.planner.{name}" for name in ("recipe", "choose", "document", "explain", "settings")
+    ]
     if with_torch:
         from autolaunch_strategies.torch_private.compiler import import_compiler_when_asked
 
         import_compiler_when_asked()
-
-        names += ["profile_cache", "subject", "module_profile"]
+        of_profiles = ("profile_cache", "subject", "module_profile")
+        names += ["autolaunch.models", *(f"autolaunch_strategies.planner.{name}" for name in of_profiles)]
     for name in names:
-        importlib.import_module(f"autolaunch_strategies.planner.{name}")
+        importlib.import_module(name)
 
 
 def _is_noted(line: CommandLine) -> bool:
