@@ -117,11 +117,12 @@ class FakeTensorsWithResults(FakeTensorMode):
 
     def _remembered(self, output: Any, args: Sequence[Any], others: Sequence[Any]) -> Any:
         """What is kept of an output; None if it isn't known how to make it anew."""
-        if type(output) is not list and type(output) is not tuple:
+        if not isinstance(output, list | tuple):
             return self._result(output, args, others)
         results = [None if item is None else self._result(item, args, others) for item in output]
         unknown = any(result is None and item is not None for item, result in zip(output, results, strict=True))
-        return None if unknown else (type(output), results)
+        # One with names, as decompositions return, is a plain one to whoever called the operator.
+        return None if unknown else (list if isinstance(output, list) else tuple, results)
 
     def _result(self, output: Any, args: Sequence[Any], others: Sequence[Any]) -> _Result | None:
         if type(output) is not FakeTensor:
