@@ -68,6 +68,15 @@ def asked() -> Iterator[list[Any]]:
         yield seen
 
 
+def has_address(item: Tensor) -> bool:
+    """Whether it may be asked where its memory is: user code does, to find out what shares memory."""
+    try:
+        item.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def about(call: Call) -> list[tuple[Any, ...]]:
     """All that there is to know of what a call returns, and which of its tensors share memory."""
     x, w = torch.empty(4, 6, requires_grad=True), torch.empty(6, 6, requires_grad=True)
@@ -87,6 +96,8 @@ def about(call: Call) -> list[tuple[Any, ...]]:
             item.untyped_storage().nbytes(),
             memories.index(memory),
             torch._C._dispatch_key_set(item),
+            has_address(item),
+            {key: value for key, value in vars(item).items() if key not in ("fake_mode", "constant")},
         )
         for item, memory in zip(outputs, memories[2:], strict=True)
     ]

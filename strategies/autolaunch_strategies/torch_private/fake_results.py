@@ -165,7 +165,10 @@ class FakeTensorsWithResults(FakeTensorMode):
         fake = torch.Tensor._make_subclass(
             FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=result.device
         )
-        torch._C._set_throw_on_mutable_data_ptr(fake)
+        if self._allow_unsafe_data_ptr_access:
+            torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+        else:
+            torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(state)
         return fake
 
