@@ -65,7 +65,7 @@ class Halves(pl.LightningModule):
         loss = self.loss(batch)
         if not self.automatic_optimization:
             self.manual_backward(loss)
-            for optimizer in self.optimizers():  # type: ignore[union-attr]
+            for optimizer in self.optimizers():  # type: ignore[union-attr]  # there are two
                 optimizer.step()
                 optimizer.zero_grad()
             return None
@@ -78,7 +78,7 @@ class Halves(pl.LightningModule):
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
         if self.kind == "stray":
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            optimizer.state["shared"] = {"count": 1}  # type: ignore[index]
+            optimizer.state["shared"] = {"count": 1}  # type: ignore[index]  # some have such keys
             return optimizer
         both = [torch.optim.Adam(part.parameters(), lr=0.1) for part in (self.one, self.two)]
         return both[::-1] if self.kind == "manual-swapped" else both

@@ -92,6 +92,7 @@ with FakeTensorMode():
 @torch._dynamo.disable(fn=None)
 def doubled(value):
     return value * 2
+torch._dynamo.graph_break("nothing to break")
 loaded = ["torch._dynamo.eval_frame" in sys.modules]
 {}
 loaded.append("torch._dynamo.eval_frame" in sys.modules)

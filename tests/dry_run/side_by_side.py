@@ -40,7 +40,7 @@ def main(names: list[str]) -> None:
         ranks.pretend = partial(listen, needs)
         print(name, end=": ")
         told(staged)
-    ranks.pretend = partial(record_what_cannot_be_sent)
+    ranks.pretend = record_what_cannot_be_sent
     print("one records and listens", end=": ")
     told(staged)
 

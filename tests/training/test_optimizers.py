@@ -278,7 +278,7 @@ def test_an_optimizer_that_draws_from_a_generator_runs_in_stages() -> None:
 
 def test_an_optimizer_that_cannot_be_tried_is_believed() -> None:
     class NeedsMore(torch.optim.SGD):
-        def step(self, closure: Any = None, *, scale: float) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None, *, scale: float) -> Any:  # type: ignore[override]  # what is tried here
             raise AssertionError("never called")
 
     check_optimizer_in_stages(layers(NeedsMore, False))

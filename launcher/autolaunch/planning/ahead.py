@@ -89,7 +89,7 @@ class _Planner:
 
     def asked(self, question: Any) -> bool:
         """Ask it; whether it could be asked."""
-        with contextlib.suppress(Exception), open(self._to, "wb") as to:  # noqa: PTH123  # a descriptor
+        with contextlib.suppress(Exception), os.fdopen(self._to, "wb") as to:
             pickle.dump(question, to)
             return True
         self.end()
@@ -98,7 +98,7 @@ class _Planner:
     def answer(self) -> Any:
         """What it says, once it does; None if it fails."""
         answer = None
-        with contextlib.suppress(Exception), open(self._of, "rb") as of:  # noqa: PTH123  # a descriptor
+        with contextlib.suppress(Exception), os.fdopen(self._of, "rb") as of:
             answer = pickle.load(of)
         self.end()
         return answer
@@ -119,7 +119,7 @@ def _plan(line: CommandLine, to_read: int, to_write: int, parent: int) -> NoRetu
         _import_what_it_takes(with_torch=not _is_noted(line))
         from autolaunch.planning.choice import choice_of
 
-        with open(to_read, "rb") as of:  # a descriptor
+        with os.fdopen(to_read, "rb") as of:
             config, typed, by_device = pickle.load(of)
         try:
             answer: Any = choice_of(config, typed, by_device)
@@ -127,7 +127,7 @@ def _plan(line: CommandLine, to_read: int, to_write: int, parent: int) -> NoRetu
         except (ConfigError, ConfigErrors) as error:
             answer = error
         sys.stdout.flush()
-        with open(to_write, "wb") as to:  # a descriptor
+        with os.fdopen(to_write, "wb") as to:
             pickle.dump(answer, to)
     finally:  # also without an answer: then the parent plans, and tells what goes wrong
         os._exit(0)

@@ -29,6 +29,7 @@ from autolaunch_strategies.dry_run.world import (
 )
 from autolaunch_strategies.mesh.rank_mesh import coordinates, rank_at
 from autolaunch_strategies.pipeline.placement import group_rank
+from autolaunch_strategies.pipeline.record import Recording
 from autolaunch_strategies.schedules.schedule import placement
 from autolaunch_strategies.torch_private.tracing import reads_values
 from autolaunch_strategies.tracing.unreadable import own_line
@@ -46,7 +47,10 @@ def neighbours(shape: MeshShape) -> list[int]:
 
 
 def pretend_and_compare(training: Training, ranks: Sequence[int] = ()) -> tuple[list[PretendedRank], list[str]]:
-    """(A step of each of these ranks, where two of them would wait for each other for ever), of none the telling ones.
+    """A step of each rank, and where two of them would wait for each other for ever: a sentence for each pair.
+
+    Args:
+        ranks: none for the telling ones, and their neighbours where these do other things.
 
     Raises:
         ConfigError: as `pretend_ranks`.
@@ -268,18 +272,22 @@ class _SideBySide:
         if recording is None and self._recorders.setdefault(key, worker) is not worker:
             self._want_recording.setdefault(key, []).append(worker)
         else:
-            worker.answer(None if recording is None else pickle.dumps(recording))
+            _answer(worker, recording)
 
     def _keep(self, recorded: bytes) -> None:
         with suppress(Exception):  # it may hold what can't be made again: then others find out by themselves
             key, recording = unpickled(recorded)
             self._world.know(key, recording)
-            self._tell_recording(key, pickle.dumps(recording))
+            self._tell_recording(key, recording)
 
-    def _tell_recording(self, key: Any, recording: bytes | None) -> None:
+    def _tell_recording(self, key: Any, recording: Recording | None) -> None:
         self._recorders.pop(key, None)
         for worker in self._want_recording.pop(key, []):
-            worker.answer(recording)
+            _answer(worker, recording)
+
+
+def _answer(worker: Fork, recording: Recording | None) -> None:
+    worker.answer(None if recording is None else pickle.dumps(recording))
 
 
 def _first_to_last(parallel: ParallelConfig) -> list[int]:

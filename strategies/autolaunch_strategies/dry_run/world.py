@@ -80,7 +80,9 @@ class World:
         """
         said = self._headers.setdefault(way, [])
         if place == len(said) and self._caller is not None:
-            said += [answer] if (answer := self._caller.ask((HEARS, (way, place, must)))) is not None else []
+            answer = self._caller.ask((HEARS, (way, place, must)))
+            if answer is not None:
+                said.append(answer)
         return said[place] if place < len(said) else None
 
     def know(self, key: Any, recording: Recording) -> None:

@@ -31,7 +31,7 @@ from autolaunch_strategies.torch_private.tracing import (
     takes_device,
     writes_to,
 )
-from autolaunch_strategies.torch_private.trees import leaves_of, mapped
+from autolaunch_strategies.torch_private.trees import leaves_in, mapped
 
 _OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "bernoulli_"}
 """In-place operators after which nothing of the old values is left."""
@@ -176,13 +176,13 @@ class Construction:
             storage_key(value)
             for name, value in _named_arguments(operator, args, kwargs)
             if name in names
-            for value in leaves_of(value)
+            for value in leaves_in(value)
             if isinstance(value, torch.Tensor)
         }
         arguments = mapped(self._describe, (args, kwargs))
-        reads = {leaf.storage for leaf in leaves_of(arguments) if isinstance(leaf, _View)}
+        reads = {leaf.storage for leaf in leaves_in(arguments) if isinstance(leaf, _View)}
         outputs: list[_View | None] = []
-        for leaf in leaves_of(output):
+        for leaf in leaves_in(output):
             if isinstance(leaf, torch.Tensor):
                 self._keep(leaf)
                 outputs.append(_view(leaf))
@@ -193,7 +193,7 @@ class Construction:
         name = operator.overloadpacket.__name__
         if name in _OVERWRITES and isinstance(args[0], torch.Tensor) and _covers_its_memory(args[0]):
             overwrites = storage_key(args[0])
-            if not any(leaf.storage == overwrites for leaf in leaves_of(arguments[0][1:]) if isinstance(leaf, _View)):
+            if not any(leaf.storage == overwrites for leaf in leaves_in(arguments[0][1:]) if isinstance(leaf, _View)):
                 reads.discard(overwrites)
         index = len(self._operations)
         self._operations.append(_Operation(index, operator, arguments, outputs, reads, written, overwrites))
@@ -267,7 +267,7 @@ class Construction:
                         output = operation.operator(*args, **kwargs)
                 else:
                     output = operation.operator(*args, **kwargs)
-                for view, tensor in zip(operation.outputs, leaves_of(output), strict=True):
+                for view, tensor in zip(operation.outputs, leaves_in(output), strict=True):
                     if view is not None and view.storage not in memory and view.storage not in self._given:
                         memory[view.storage] = _flat(tensor, view)
             return window(wanted)
@@ -288,7 +288,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves_in((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self.construction.replaying or (tensors and not any(tensor.is_meta for tensor in tensors)):
             return func(*args, **kwargs)  # data that the constructor holds already, e.g. torch.tensor([...])
         if tensors and returns_numbers(func):
@@ -342,7 +342,7 @@ def _with_lists_as_tensors(index: Any) -> Any:
     if isinstance(index, list):
         if not index:
             return torch.tensor(index, dtype=torch.int64)
-        numbers = all(isinstance(item, int) for item in leaves_of(index))
+        numbers = all(isinstance(item, int) for item in leaves_in(index))
         return torch.tensor(index) if numbers else tuple(map(_with_lists_as_tensors, index))
     return torch.as_tensor(index) if isinstance(index, np.ndarray) else index
 

@@ -55,5 +55,5 @@ def _as_it_is(fn: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Calla
     return _as_it_is if fn is None else fn  # without one it is a decorator, as `@torch.compiler.disable()`
 
 
-def _nothing() -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     """No graph is being made that could be broken."""

@@ -21,7 +21,7 @@ def unflattened(leaves: list[Any], spec: TreeSpec) -> Any:
     return leaves[0] if spec is _LEAF else tree_unflatten(leaves, spec)
 
 
-def leaves_of(values: Any) -> list[Any]:
+def leaves_in(values: Any) -> list[Any]:
     """What tuples, lists and dicts hold, in their order: `tree_flatten` for what operators are given and return."""
     leaves: list[Any] = []
     _add_leaves(values, leaves)
