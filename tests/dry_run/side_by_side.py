@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from typing import Any
 
+import torch
+
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.dry_run import forks, ranks
 from autolaunch_strategies.dry_run.ranks import pretend_ranks
@@ -24,18 +26,12 @@ def vanishing() -> Any:
 
 
 def main(names: list[str]) -> None:
-    for name in names:
-        training = training_of(cases.candidate(cases.CASES[name]), cases.module)
-        assert forks.can_fork()
-        in_forks, can_fork = pretended_ranks(training), forks.can_fork
-        forks.can_fork = lambda: False
-        here, forks.can_fork = pretended_ranks(training), can_fork
-        for one, other in zip(in_forks, here, strict=True):
-            assert one.exchanges == other.exchanges and one.held == other.held
-            assert abs(one.total - other.total) <= 8, "a number that torch makes once in a process"
-        print(name, [rank.rank for rank in in_forks])
+    trainings = {name: training_of(cases.candidate(cases.CASES[name]), cases.module) for name in names}
+    assert forks.can_fork()
+    in_forks = {name: pretended_ranks(training) for name, training in trainings.items()}
     told(training_of(cases.candidate(cases.CASES["one"]), vanishing))
     staged = training_of(cases.candidate(cases.CASES["1f1b"]), cases.module)
+    step = ranks.pretend
     for name, needs in (("the other says nothing", {0}), ("both wait", {0, 1}), ("both could begin early", set())):
         ranks.pretend = partial(listen, needs)
         print(name, end=": ")
@@ -43,6 +39,14 @@ def main(names: list[str]) -> None:
     ranks.pretend = record_what_cannot_be_sent
     print("one records and listens", end=": ")
     told(staged)
+    ranks.pretend = step
+    can_fork, forks.can_fork = forks.can_fork, lambda: False
+    for name, training in trainings.items():
+        for one, other in zip(in_forks[name], pretended_ranks(training), strict=True):
+            assert one.exchanges == other.exchanges and one.held == other.held
+            assert abs(one.total - other.total) <= 8, "a number that torch makes once in a process"
+        print(name, [rank.rank for rank in in_forks[name]])
+    assert can_fork() == (not torch.backends.cuda.is_built()), "autograd has threads where it may know devices"
 
 
 def told(training: Training) -> None:

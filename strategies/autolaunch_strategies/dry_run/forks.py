@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from autolaunch_strategies.torch_private.backward import works_in_forks
+
 _MOST = 16
 """Forks that work at once: each may take half a GiB."""
 _OBJECTS_BEFORE_COLLECTING = 50_000
@@ -105,10 +107,11 @@ class InProcess:
 def can_fork() -> bool:
     """Whether a fork of this process could work on.
 
-    Neither what a driver holds of a GPU outlives it, nor other threads of Python, and locks that these hold stay held.
+    Neither what a driver holds of a GPU outlives it, nor other threads, of Python or of autograd, and locks that these
+    hold stay held.
     """
     alone = threading.active_count() == 1 and not multiprocessing.current_process().daemon
-    return sys.platform == "linux" and alone and not torch.cuda.is_initialized()
+    return sys.platform == "linux" and alone and not torch.cuda.is_initialized() and works_in_forks()
 
 
 def most_at_once() -> int:

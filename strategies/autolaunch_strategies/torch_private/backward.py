@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,21 @@ def run_backward_of(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.T
     torch.autograd.graph._engine_run_backward(
         tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def works_in_forks() -> bool:
+    """Whether forks of this process can run backward passes.
+
+    Where torch knows devices (of builds for GPUs, fake tensors make it know one), the first backward pass begins a
+    thread for each, and from then on autograd refuses to work in forks.
+    """
+    return not any(_thread_name(thread).startswith("pt_autograd") for thread in Path("/proc/self/task").iterdir())
+
+
+def _thread_name(thread: Path) -> str:
+    with suppress(OSError):  # it has ended since
+        return (thread / "comm").read_text()
+    return ""
 
 
 def is_differentiating() -> bool:
