@@ -386,8 +386,10 @@ def test_a_step_that_fails_is_told_by_the_line_of_its_code() -> None:
 
     with pytest.raises(
         ConfigError, match=r"RuntimeError at `return tokens.view\(-1, 5\)` \(test_dry_run.py:\d+\): shape"
-    ):
+    ) as caught:
         pretend_ranks(training_of(candidate("one"), lambda: module(lambda batch: Fails()(batch))), [0])
+    (note,) = caught.value.__notes__
+    assert "    return tokens.view(-1, 5)\n" in note and "frames of libraries" in note and "dry_run/step.py" not in note
     for name, mesh in (("one", "1"), ("1f1b", "1x1x2")):
         with pytest.raises(ConfigError) as caught:
             pretend_ranks(training_of(candidate(name), lambda: module(lambda batch: None)), [0])

@@ -34,3 +34,4 @@ def test_no_number_is_cut(width: int) -> None:
     assert "…" not in file.getvalue()
     assert file.getvalue().count("689.01") == 5
     assert any(line.split()[-5:] == ["reduce_scatter_base", "dp", "5", "74.8", "KiB"] for line in lines)
+    assert "what ranks 0, 1, 2 exchange fits together" in " ".join(file.getvalue().split())

@@ -25,8 +25,8 @@ from typing import Any
 from autolaunch.job import write_beside
 from autolaunch.launch.out_of_memory import advice
 from autolaunch.launch.output_lost import output_lost
-from autolaunch.launch.users_traceback import user_traceback
 from autolaunch_strategies.config import ConfigError, ConfigErrors
+from autolaunch_strategies.config.users_traceback import user_traceback
 
 PEER_LOST = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|socket timeout|remote worker (crashing|hanging)"

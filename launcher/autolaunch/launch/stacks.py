@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from autolaunch.launch.users_traceback import plumbing
+from autolaunch_strategies.config.users_traceback import plumbing
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _COLLECTIVE = re.compile(r"torch/distributed/(distributed_c10d|_functional_collectives|nn/functional)\.py$")

@@ -48,7 +48,8 @@ def show_dryrun(
     page.print(table)
     for note in dict.fromkeys(note for row in rows for note in row["notes"]):
         page.text(note)
-    agreed = "" if wrong else "ranks of one group do the same in the same order; "
+    is_compared = len(rows) > 1 and not wrong
+    agreed = f"what ranks {_ranks(rows)} exchange fits together (`rank=` runs others); " if is_compared else ""
     page.text(f"{agreed}every size: {shown(file)}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import traceback
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 
 from autolaunch_strategies.config import AXES, ConfigError, MeshShape, ParallelConfig
 from autolaunch_strategies.config.errors import first_line
+from autolaunch_strategies.config.users_traceback import user_traceback
 from autolaunch_strategies.dry_run.agreement import disagreements, unlike
 from autolaunch_strategies.dry_run.forks import Caller, Fork, InProcess, can_fork, messages, most_at_once, start
 from autolaunch_strategies.dry_run.step import PretendedRank, Training, built_once, pretend
@@ -215,7 +215,7 @@ class _SideBySide:
             caller.tell(("failed", error))
         except Exception as error:  # whatever a model raises when it is run
             refusal = _refusal(job.rank, self._shape, error)
-            refusal.add_note("".join(traceback.format_exception(error)))
+            refusal.add_note(user_traceback(error))
             caller.tell(("failed", refusal))
 
     def _hear(self, worker: Fork | InProcess, message: Any) -> None:

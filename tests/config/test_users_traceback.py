@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autolaunch.launch.users_traceback import user_traceback
+from autolaunch_strategies.config.users_traceback import user_traceback
 
 
 class Model(nn.Module):

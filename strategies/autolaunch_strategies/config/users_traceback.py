@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 
@@ -73,10 +74,8 @@ def _left_out(count: int) -> str:
 @cache
 def plumbing() -> tuple[str, ...]:
     """How the files of launcher, trainer and torch begin, which lead to the user's code and are not it."""
-    import autolaunch
-    import autolaunch_strategies
-
-    paths = [str(Path(module.__file__).parent) for module in (autolaunch, autolaunch_strategies) if module.__file__]
+    packages = [find_spec(name) for name in ("autolaunch", "autolaunch_strategies")]
+    paths = [str(Path(package.origin).parent) for package in packages if package is not None and package.origin]
     site = sysconfig.get_path("purelib")
     paths += [f"{site}/{name}" for name in ("torch", "lightning", "lightning_utilities", "hydra", "omegaconf")]
     paths += [f"{sysconfig.get_path('stdlib')}/{name}" for name in ("contextlib.py", "importlib", "runpy.py")]
