@@ -61,6 +61,13 @@ COMMANDS = [
         id="grammar",
     ),
     pytest.param(
+        ["mesh=mp2", "mp.plan={'blocks.*.(q|k)':ColWiseParallel}"],
+        "mp.plan={'blocks.*.(q|k)':ColWiseParallel}: Hydra cannot read this value\n"
+        "  allowed: names of keys without quotes, a backslash before each bracket in them\n"
+        "  write:   'mp.plan={blocks.*.\\(q|k\\):ColWiseParallel}'",
+        id="keys of mappings",
+    ),
+    pytest.param(
         ["dp=fsdp,zero1"],
         "dp=fsdp,zero1: several values, but no -m to run them one after the other\n"
         "  allowed: one value\n"

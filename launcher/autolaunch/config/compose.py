@@ -275,12 +275,12 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
     if key == "mesh" and (shape := shape_meant(value)):
         return ConfigError(override, "not a mesh shape", write=f"mesh={shape}")
     # Patterns over names of modules are keys of a mapping, and keys have no quotes.
-    escaped = re.sub(r"(?<=[{,])[^{},:]*(?=:)", lambda name: re.sub(r"[][()]", r"\\\g<0>", name[0]), value)
+    escaped = re.sub(r"(?<=[{,])[^{},:]*(?=:)", lambda name: _key_of_mapping(name[0]), value)
     if escaped != value and _readable(f"{key}={escaped}"):
         return ConfigError(
             override,
             f"Hydra cannot read this value{spoilt}",
-            "a backslash before each bracket in the name of a key",
+            "names of keys without quotes, a backslash before each bracket in them",
             shlex.quote(f"{key}={escaped}"),
         )
     if value[:1] == "[" and value[-1:] == "]":
@@ -291,6 +291,11 @@ def _unreadable(override: str, error: OverrideParseException) -> ConfigError:
     if is_list(key):
         return ConfigError(override, "must be a list of texts", write=shlex.quote(f"{key}=[{quoted(value)}]"))
     return ConfigError(override, f"Hydra cannot read this value{spoilt}", "a text in quotes", as_typed(key, value))
+
+
+def _key_of_mapping(name: str) -> str:
+    """The name of a key as Hydra reads it."""
+    return re.sub(r"[][()]", r"\\\g<0>", name.strip(" '\""))
 
 
 _PLAIN_QUOTES = str.maketrans("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2018\u2019\u201a\u201b", '""""""\'\'\'\'')
