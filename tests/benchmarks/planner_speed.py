@@ -1,7 +1,9 @@
 """How long a plan takes: `OMP_NUM_THREADS=1 python tests/benchmarks/planner_speed.py [--command]`.
 
-`--command` times `autolaunch plan` for Llama 70B on 1,024 devices by processor time, with an empty cache and with a
-profile that was kept. Aims on a machine at rest: 2.5 s, and 1.2 s. Without it, what comes after profiling:
+`--command` times `autolaunch plan` for Llama 70B on 1,024 devices, with an empty cache and with a profile that was
+kept, its first line, and `autolaunch dryrun` of it, beside `import torch` in an empty process, as they take turns. The
+aims are of a machine that imports torch in 1.1 s, so a slower one is asked for as many imports. Without it, what comes
+after profiling:
 
 For each model and number of devices the least of several turns: candidates, their memory and time, the choice with its
 uncertainty (and the processor time of that, which other work on the machine disturbs less), its account as plain data,
@@ -12,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,28 +52,57 @@ def least(turns: int, function: Callable[[], Any], clock: Callable[[], float] = 
     return min(seconds), result
 
 
-COMMAND = (
+PLAN = (
     *("plan", "model=llama", "model.size=70b", "cluster=h100x1024", "data=synthetic", "data.seq_len=8192"),
     *("data.batch_size=1024", "data.num_validation_sequences=0", "precision=bf16-mixed", "output_dir=plan"),
 )
+DRY_RUN = (
+    *("dryrun", "mesh=dp64xmp8xpp2", "model=llama", "model.size=70b", "mp=seq_parallel", "pp=1f1b"),
+    *("data.batch_size=128", "output_dir=dryrun"),
+)
+AIMS = {"first line": 1.0, "plan, profile kept": 1.2, "plan, new": 2.5, "dry run": 10.0}
+"""Seconds, where torch is imported in `IMPORT`."""
+IMPORT = 1.1
 
 
 def time_the_command(turns: int) -> None:
-    """Print the processor seconds of the command without and with a profile that was kept."""
+    """Print how long the commands take: medians, in seconds and in imports of torch."""
     roots = [str(ROOT / "launcher"), str(ROOT / "strategies")]
+    taken: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "XDG_CACHE_HOME": directory}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "PYTHONUNBUFFERED": "1"}
 
-        def run() -> None:
-            words = [sys.executable, "-m", "autolaunch", *COMMAND]
-            subprocess.run(words, cwd=directory, env=environment, check=True, capture_output=True)
+        def run(*words: str, cache: str = "kept") -> tuple[float, float]:
+            """(seconds to its first line, and to its end)."""
+            begin = time.perf_counter()
+            with subprocess.Popen(
+                [sys.executable, *words],
+                cwd=directory,
+                env={**environment, "XDG_CACHE_HOME": f"{directory}/{cache}"},
+                stdout=subprocess.PIPE,
+                text=True,
+            ) as process:
+                assert process.stdout is not None
+                process.stdout.readline()
+                first = time.perf_counter() - begin
+                process.stdout.read()
+            if process.returncode:
+                raise SystemExit(f"{' '.join(words)}: exit code {process.returncode}")
+            return first, time.perf_counter() - begin
 
-        def clock() -> float:
-            used = resource.getrusage(resource.RUSAGE_CHILDREN)
-            return used.ru_utime + used.ru_stime
-
-        print(f"with an empty cache  {least(1, run, clock)[0]:.2f} s of processor time, aim 2.5 s")
-        print(f"with a kept profile  {least(turns, run, clock)[0]:.2f} s of processor time, aim 1.2 s")
+        run("-m", "autolaunch", *PLAN)
+        for turn in range(turns):
+            taken["import torch"].append(run("-c", "import torch")[1])
+            first, whole = run("-m", "autolaunch", *PLAN)
+            taken["first line"].append(first)
+            taken["plan, profile kept"].append(whole)
+            taken["plan, new"].append(run("-m", "autolaunch", *PLAN, cache=f"empty_{turn}")[1])
+            taken["dry run"].append(run("-m", "autolaunch", *DRY_RUN)[1])
+    unit = statistics.median(taken.pop("import torch"))
+    print(f"{'import torch':<20}{unit:>8.2f} s")
+    for what, seconds in taken.items():
+        median, aim = statistics.median(seconds), AIMS[what] / IMPORT
+        print(f"{what:<20}{median:>8.2f} s{median / unit:>8.2f} imports, aim {aim:.2f}")
 
 
 def main() -> None:
