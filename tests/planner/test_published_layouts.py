@@ -4,25 +4,22 @@ Published: Llama 3 405B (Grattafiori et al., 2024, table 4) on 16,384: mp8 cp1 p
 at 131k; NVIDIA (Megatron-Bridge, performance summaries): 8B on 8: dp8, FSDP; 70B on 64: mp4 pp8 dp2; 405B on 1,024:
 mp8 pp8 cp2 dp8, in float8; torchtitan (2024): 8B on 8 and 128: FSDP alone; 70B on 256: mp8, FSDP.
 
-All runs here are `precision=bf16-mixed`: parameters and gradients of 4 bytes, where the published ones had 2 and 4
-or 2.
+All runs here are what the command plans with `precision=bf16-mixed`: parameters, gradients and what blocks hand on are
+of 4 bytes, where the published ones had 2, 4 or 2, and 2.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-import yaml
 
-from autolaunch_strategies.planner.choose import make_plan
-from autolaunch_strategies.planner.hardware import hardware_from
-from autolaunch_strategies.planner.recipe import recipe_of
-from tests import ROOT
-from tests.planner.candidates import llama
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose
+from autolaunch.jobs.run import resolve_job
+from autolaunch.planning.choice import plan_of
 
-H100 = hardware_from(yaml.safe_load((ROOT / "conf/cluster/h100.yaml").read_text(encoding="utf-8")))
 MILLION = 2**20
 
 
@@ -49,10 +46,23 @@ JOBS = [
     Job(
         "70b", 131072, 64, 4 * MILLION, (1, 1, 1, 64), "mp8 cp8 is as fast, and two axes; 32 sequences: pipelines wait"
     ),
-    Job("405b", 8192, 1024, 16 * MILLION, (4, 8, 32, 1), "of mp8 pp8, fp32 gradients alone are 24 GiB: 5 % slower"),
+    Job("70b", 131072, 1024, 16 * MILLION, (16, 1, 1, 64), "as on 64"),
+    Job("8b", 131072, 1024, 16 * MILLION, (64, 1, 1, 16), "as on 64"),
+    # 2,048 sequences. What cp sends is keys and values of 8 heads, what mp does is whole activations.
+    Job("8b", 8192, 16384, 16 * MILLION, (1024, 1, 2, 8), "eight devices a sequence; mp4 pp2 cp2 is 2 % slower"),
+    Job("70b", 8192, 16384, 16 * MILLION, (512, 4, 4, 2), "eight devices a sequence, in stages as parameters need it"),
+    # Whole sequences in fp32 do not fit behind eight and sixteen stages: mp8 pp16 needs 83 GiB.
+    Job("405b", 8192, 1024, 16 * MILLION, (2, 4, 32, 4), "of mp8 pp8, fp32 gradients alone are 24 GiB"),
     # What mp gathers and scatters along sequences torch copies: cp makes that less.
     Job("405b", 8192, 16384, 16 * MILLION, (32, 4, 32, 4), "Llama 3's, with cp2 for its recomputation: 4 % slower"),
-    Job("405b", 131072, 1024, 16 * MILLION, (64, 2, 1, 8), "as torchtitan cuts 405B, with half of its mp: 3 % faster"),
+    Job(
+        "405b",
+        131072,
+        1024,
+        16 * MILLION,
+        (32, 2, 1, 16),
+        "as torchtitan cuts 405B (mp8 cp8), with less mp and more cp",
+    ),
     Job("405b", 131072, 16384, 16 * MILLION, (8, 8, 8, 32), "Llama 3's would recompute everything in fp32 gradients"),
 ]
 
@@ -60,9 +70,13 @@ JOBS = [
 @pytest.mark.full
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.size}x{job.devices}-{job.positions // 1024}k")
 def test_choices_beside_published_ones(job: Job) -> None:
-    hardware = dataclasses.replace(H100, nodes=job.devices // H100.devices_per_node)
-    recipe = recipe_of(job.tokens // job.positions, "bf16-mixed")
-    plan = make_plan(llama(job.size, job.positions), recipe, hardware)
+    typed = [
+        *("model=llama", f"model.size={job.size}", f"cluster=h100x{job.devices}", "precision=bf16-mixed"),
+        *("data=synthetic", f"data.seq_len={job.positions}", f"data.batch_size={job.tokens // job.positions}"),
+    ]
+    composed = compose(parse(["plan", *typed]))
+    assert composed.errors == []
+    plan = plan_of(resolve_job(composed.config, composed.config.hydra, Path.cwd() / "run").config, typed)
     one = plan.chosen
     assert (one.dp, one.mp, one.pp, one.cp) == job.mesh, job.why
     assert one.level > 0, "state is shared out wherever memory is short"
