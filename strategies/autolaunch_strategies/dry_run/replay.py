@@ -27,7 +27,12 @@ from autolaunch_strategies.model.blocks import Block
 from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.torch_private.backward import number_of_backward, version_of
 from autolaunch_strategies.torch_private.modes import without_torch_functions
-from autolaunch_strategies.torch_private.pretended import has_one_owner, keeps_otherwise, reaches_all
+from autolaunch_strategies.torch_private.pretended import (
+    has_one_owner,
+    keeps_otherwise,
+    reaches_all,
+    uses_of_a_gradient,
+)
 from autolaunch_strategies.tracing.likeness import Like, Unlike, kinds_of
 
 MANY = 6
@@ -46,11 +51,12 @@ class Replays:
         self._tried: dict[Hashable, tuple[Tried, set[nn.Module | None]]] = {}
 
     def take_over(self, blocks: Iterable[Block]) -> None:
-        """Where there are many of a kind. What wraps their forwards stays within.
+        """Where there are many of a kind, outside of backward passes. What wraps their forwards stays within.
 
         Raises:
             Unlike: it can't be told which are alike.
         """
+        uses_of_a_gradient()
         kinds = kinds_of(block for block in blocks if not _has_passes_within(block.module))
         for kind, modules in enumerate(kinds.values()):
             for module in modules if len(modules) >= MANY else ():
