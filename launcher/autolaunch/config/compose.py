@@ -35,7 +35,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from autolaunch.config.against_schema import alike, field_types, is_list, keys_text, node_schema
+from autolaunch.config.against_schema import alike, field_types, is_list, keys_text, node_schema, schemas_of
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, TASKS, Job
@@ -446,8 +446,9 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
     if typed.startswith("hydra."):
         return ConfigError(override, _first_line(error.__cause__ or error))
     group, _, name = typed.rpartition(".")
-    # A key of ours, where another option of its group is chosen, or one of the config of transformers.
-    is_known = group in config and (_option_with(group, name, config) or _has_foreign_config(config[group]))
+    # A key of ours, where another option of its group is chosen or none, or one of the config of transformers.
+    is_ours = any(name in field_types(schema) for schema in schemas_of(group).values())
+    is_known = is_ours or _has_foreign_config(config.get(group))
     meant = None if is_known else slip(override, typed, value)
     return meant or _no_such_key(override, typed, value, config, loader)
 

@@ -34,14 +34,17 @@ _LINES = {
     # how many ranks
     "nproc_per_node num_processes num_gpus n_gpus ngpu gpus devices world_size data_parallel_size dp_degree "
     "data_parallel_shard_degree dp_shard_size dp_shard": "mesh={value}",
-    "tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size tp_size tp_degree mp_degree autotp_size":
-        "mesh=mp{value}",
-    "pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size pp_size pp_degree": "mesh=pp{value}",
-    "context_parallel_degree context_parallel_size cp_size cp_degree "
+    "data_parallel": "mesh=dp{value}",
+    "tensor_parallel tensor_parallel_degree tensor_parallel_size tensor_model_parallel_size tp_size tp_degree "
+    "mp_degree autotp_size": "mesh=mp{value}",
+    "pipeline_parallel pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size pp_size pp_degree":
+        "mesh=pp{value}",
+    "context_parallel context_parallel_degree context_parallel_size cp_size cp_degree "
     "sequence_parallel_size sep_degree": "mesh=cp{value}",
-    "expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep_degree": "ep={value}",
+    "expert_parallel expert_parallel_degree expert_model_parallel_size expert_parallel_size ep_size ep_degree":
+        "ep={value}",
     "data_parallel_replicate_degree dp_replicate_size dp_replicate": "dp=hsdp dp.replicate={value}",
-    "num_nodes nnodes num_machines": "launch=slurm launch.nodes={value}",
+    "nodes num_nodes nnodes num_machines": "launch=slurm launch.nodes={value}",
     # what is sharded, in which type, what is computed again
     "zero_stage zero_optimization.stage deepspeed.stage fsdp sharding_strategy fsdp_sharding_strategy": "dp={sharding}",
     "use_distributed_optimizer": "dp=zero1",
@@ -75,7 +78,9 @@ _LINES = {
     "model_name_or_path pretrained_model_name_or_path": "model=hf model.path={value}",
     "num_attention_heads": "model.num_heads={value}",
     "num_query_groups": "model.num_kv_heads={value}",
-    "use_lora use_peft": "adapter=lora",
+    "lora use_lora use_peft": "adapter=lora",
+    "qlora use_qlora": "adapter=qlora",
+    "dora use_dora": "adapter=dora",
     "lora_r lora_rank": "adapter=lora adapter.r={value}",
     "lora_alpha": "adapter=lora adapter.alpha={value}",
     "save_steps save_interval checkpointing_steps "
@@ -120,6 +125,8 @@ def foreign_line(key: str, value: str) -> str:
         return ""  # what is off by default, so that there is nothing to write
     if re.fullmatch(r"\[\d+(,\s*\d+)*\]", value) and line == "mesh={value}":  # the numbers of devices
         value = str(value.count(",") + 1)
+    if re.fullmatch(r"(mesh=[a-z]+|ep=)\{value\}", line) and not re.fullmatch(r"-?\d+", value):
+        return ""  # `tensor_parallel=true` does not say how many ranks
     return line.format(
         value=value,
         lower=lower,
