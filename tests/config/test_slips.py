@@ -107,6 +107,7 @@ def test_pages(words: list[str], page: str, absent: str, capsys: pytest.CaptureF
         (["mesh=2", "plan"], "autolaunch plan mesh=2"),
         (["train"], "autolaunch fit"),
         (["2x2"], "mesh=2x2"),
+        (["2xmp2"], "mesh=dp2xmp2"),
         (["bf16"], "precision=bf16-mixed"),
         (["trainer.max_steps", "3"], "trainer.max_steps=3"),
         (["mesh", "=", "2"], "mesh=2"),
@@ -123,6 +124,11 @@ def test_pages(words: list[str], page: str, absent: str, capsys: pytest.CaptureF
         (["\u2014help"], "autolaunch --help"),
         (["\u2013m", "mesh=1,2"], "autolaunch -m mesh=1,2"),
         (["\u2014mesh=2"], "autolaunch mesh=2"),
+        (["info", "model=hf"], "autolaunch --info model=hf"),
+        (["version"], "autolaunch --version"),
+        (["--help=trainer"], "autolaunch --help trainer"),
+        (["-m=mesh=1,2"], "autolaunch -m mesh=1,2"),
+        (["plan", "cluster=local", "--full=true"], "autolaunch plan cluster=local --full"),
         (["mesh:2"], "mesh=2"),
         (["mesh:", "2"], "mesh=2"),
         (["data.seq_len: 8"], "data.seq_len=8"),
@@ -144,6 +150,9 @@ def test_words_in_the_wrong_place(words: list[str], write: str) -> None:
         ("8*2", "8x2"),
         ("dp2,dp4", ""),
         ("2,4", ""),
+        ("3xmp2", "dp3xmp2"),
+        ("2xpp-1", "dp2xpp-1"),
+        ("2xdp2", ""),
     ],
 )
 def test_shapes_with_other_signs(value: str, meant: str) -> None:
@@ -186,6 +195,12 @@ def test_what_no_option_is_called(typed: str, write: str, capsys: pytest.Capture
 def test_groups_of_hydra_have_no_classes_of_the_users(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["hydra/launcher=mine.Launcher"]) == 2
     assert "allowed: basic" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("typed", "page"), [("tp", "mp"), ("sp", "mp"), ("ddp", "dp"), ("num_nodes", "launch.nodes")])
+def test_pages_of_what_other_tools_call_otherwise(typed: str, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--info", typed]) == 2
+    assert f"write:   autolaunch --info {page}\n" in capsys.readouterr().err
 
 
 def test_a_name_in_other_letters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from autolaunch.config.against_schema import field_types
 from autolaunch.config.schema import TASKS, Job
-from autolaunch.config.slips import foreign_line, slip
+from autolaunch.config.slips import OFF, foreign_line, shape_meant, slip
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, quoted
 
 HYDRA_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -95,7 +95,10 @@ def parse(argv: Sequence[str]) -> CommandLine:
     parser = _parser()
     argv = _help_as_a_flag(argv)
     flags = [flag for action in parser._actions for flag in action.option_strings]
+    switches = [flag for action in parser._actions if action.nargs == 0 for flag in action.option_strings]
     _refuse_typographic_dashes(argv)
+    _refuse_flag_without_dashes(argv, flags)
+    _refuse_value_of_a_switch(argv, switches)
     if word := _long_flag_with_one_dash(argv, flags):
         raise _unknown_flag(word, argv, flags)
     known, unknown = parser.parse_known_intermixed_args(argv)
@@ -164,6 +167,23 @@ def _with_plain_dashes(word: str) -> str:
     if not rest or word[0] not in _DASHES:
         return word
     return rest if "=" in rest else f"-{rest}" if len(rest) == 1 else f"--{rest}"
+
+
+def _refuse_flag_without_dashes(argv: Sequence[str], flags: Sequence[str]) -> None:
+    if argv and f"--{argv[0]}" in flags and argv[0] not in _OTHER_WORDS:
+        line = line_of([f"--{argv[0]}", *argv[1:]])
+        raise ConfigError(f"autolaunch {argv[0]}", "is a flag and no task, and flags begin with --", write=line)
+
+
+def _refuse_value_of_a_switch(argv: Sequence[str], switches: Sequence[str]) -> None:
+    """`--help=trainer` or `--full=true`, of which argparse says that it ignores an explicit argument."""
+    for at, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if not equals or flag not in switches:
+            continue
+        is_word = value and (flag in ("--help", "-h") or "=" in value)  # -m=mesh=1,2
+        meant = [flag, value] if is_word else [] if value.lower() in OFF else [flag]
+        raise ConfigError(word, f"{flag} has no = behind it", write=line_of([*argv[:at], *meant, *argv[at + 1 :]]))
 
 
 def line_of(words: Sequence[str]) -> str:
@@ -270,8 +290,8 @@ def _overrides(words: list[str]) -> list[str]:
             overrides.append(f"task={word}")
         elif line := foreign_line(word, "true"):  # bf16
             raise ConfigError(word, "neither a task nor key=value", write=line)
-        elif looks_like_mesh(word):
-            raise ConfigError(word, "a mesh is given by its key", write=f"mesh={word}")
+        elif shape := word if looks_like_mesh(word) else shape_meant(word):
+            raise ConfigError(word, "a mesh is given by its key", write=f"mesh={shape}")
         elif apart := _key_apart(words, position):
             raise apart
         elif position == 0:

@@ -20,6 +20,7 @@ from autolaunch.config.against_schema import field_types, group_schema, help_of,
 from autolaunch.config.arithmetic import KEYS_BY_DEVICE, with_arithmetic
 from autolaunch.config.command_line import HYDRA_INFO
 from autolaunch.config.schema import FAMILIES, GROUPS, TASKS, Job, default_of, defaults_of
+from autolaunch.config.slips import own_key
 from autolaunch.config.sources import SHAPES
 from autolaunch.directories import CONF
 from autolaunch_strategies.config import ConfigError, nearest
@@ -187,7 +188,7 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
     if key not in known and not own:
         close = nearest(key, [*known, *HYDRA_INFO]) or next((k for k in known if k.endswith(f".{key}")), "")
         same_name = [name for name in known if name.rsplit(".", 1)[-1] == key]
-        close = same_name[0] if same_name else close
+        close = same_name[0] if same_name else own_key(key) or close
         raise ConfigError(
             f"--info {key}",
             "no such group or key" + (f"; did you mean {close}?" if close else ""),

@@ -111,17 +111,30 @@ _BY_OPTION = {(group, name): line for keys, line in _LINES_FOR_OPTIONS.items() f
               for name in names}  # fmt: skip
 """(group, what is no option of it) -> the line to write."""
 
+OFF = ("false", "no", "off", "none", "0")
+"""What other tools write for what is not wanted."""
+
 _PER_DEVICE = "the batch size here counts all ranks: batch per device x ranks along dp x accumulated batches"
 _NO_FP16 = "there is no fp16; bf16 takes as much memory and needs no scale of the loss"
 
 
+def _line_of(key: str) -> str:
+    key = key.lower().replace("-", "_")
+    return _BY_KEY.get(key) or _BY_KEY.get(key.rpartition(".")[2], "")
+
+
+def own_key(key: str) -> str:
+    """What a key, an axis or a strategy of another tool is called here; empty if it is none that is known."""
+    line = AXIS_SPELLINGS.get(key) or _line_of(key) or _STRATEGIES.get(key, "")
+    return line.split(" ")[-1].partition("=")[0]
+
+
 def foreign_line(key: str, value: str) -> str:
     """What to write for a key of torchtitan, Accelerate, Megatron or DeepSpeed; empty if it is none that is known."""
-    key, lower = key.lower().replace("-", "_"), value.lower()
-    line = _BY_KEY.get(key) or _BY_KEY.get(key.rpartition(".")[2], "")
+    line, lower = _line_of(key), value.lower()
     if line.startswith("experiment=") and not lower.endswith((".yaml", ".yml")):
         return ""  # the file of another tool
-    if (line == "logger={value}" or "{" not in line) and lower in ("false", "no", "off", "none", "0"):
+    if (line == "logger={value}" or "{" not in line) and lower in OFF:
         return ""  # what is off by default, so that there is nothing to write
     if re.fullmatch(r"\[\d+(,\s*\d+)*\]", value) and line == "mesh={value}":  # the numbers of devices
         value = str(value.count(",") + 1)
@@ -142,7 +155,10 @@ def shape_meant(value: str) -> str:
     """The mesh that was meant by axes in a list (`tp2,pp2`) or by other signs (`(2,2)`, `2*2`), or an empty string."""
     if re.fullmatch(r"\(\d+(,\s*\d+)*\)|\d+(\s*[*\u00d7X]\s*\d+)+", value):
         return "x".join(re.findall(r"\d+", value))
-    parts = [re.fullmatch(r"([a-z]+)[=:]?(\d+)", part) for part in re.split(r"[\s,x]+", value.strip("()[]{}' "))]
+    first, *rest = re.split(r"[\s,x]+", value.strip("()[]{}' "))
+    if rest and re.fullmatch(r"-1|\d+", first):  # 3xmp2: sizes without names begin with dp
+        first = f"dp{first}"
+    parts = [re.fullmatch(r"([a-z]+)[=:]?(-1|\d+)", part) for part in (first, *rest)]
     axes = [AXIS_SPELLINGS.get(part[1]) if part else None for part in parts]
     if None in axes or len(set(axes)) < len(axes):
         return ""
