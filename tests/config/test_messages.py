@@ -587,6 +587,11 @@ WRONG = [
     ),
     pytest.param(["=3"], Told("=3", "no key", allowed="key=value"), id="no-key"),
     pytest.param(
+        ["mesh=auto", "seed=1", "mesh=2"],
+        Told("mesh=auto mesh=2", "mesh is chosen twice", allowed="one of the two"),
+        id="group-chosen-twice",
+    ),
+    pytest.param(
         ["search.trials=3"],
         Told(
             "search.trials=3",

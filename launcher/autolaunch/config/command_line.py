@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autolaunch.config.against_schema import field_types
-from autolaunch.config.schema import TASKS, Job
+from autolaunch.config.schema import GROUPS, SEVERAL_OPTIONS, TASKS, Job
 from autolaunch.config.slips import OFF, foreign_line, shape_meant, slip
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, quoted
 
@@ -122,6 +122,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     if known.help:
         return _asked_for_help(known)
     overrides = known.overrides if known.shell_completion else _overrides(known.overrides)
+    _refuse_two_options(overrides)
     if known.why is not None:
         overrides.append(f"why={quoted(known.why)}")
     if known.full:
@@ -312,6 +313,22 @@ def _overrides(words: list[str]) -> list[str]:
         else:
             raise ConfigError(word, "neither a task nor key=value", write=f"{word}=...")
     return overrides
+
+
+def _refuse_two_options(overrides: Sequence[str]) -> None:
+    """Refuse a group that is chosen twice, of which Hydra would take the last without a word.
+
+    Only what was typed is looked at: the program itself adds to a line what is to win over it.
+    """
+    chosen: dict[str, str] = {}
+    for override in overrides:
+        group = override.partition("=")[0]
+        if group not in GROUPS:
+            continue
+        before = chosen.setdefault(group, override)
+        if before != override:
+            allowed = "one of the two" + (f", or both in a list: {group}=[...]" if group in SEVERAL_OPTIONS else "")
+            raise ConfigError(f"{unquoted(before)} {unquoted(override)}", f"{group} is chosen twice", allowed)
 
 
 def quoted_mesh(override: str) -> str:

@@ -38,7 +38,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from autolaunch.config.against_schema import alike, field_types, is_list, keys_text, node_schema, schemas_of
 from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
 from autolaunch.config.origin import Origin
-from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, TASKS, Job
+from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, SEVERAL_OPTIONS, TASKS, Job
 from autolaunch.config.slips import line_for_name, line_for_option, shape_meant, slip
 from autolaunch.config.sources import (
     GROUPS_OF_FILES,
@@ -232,10 +232,6 @@ def _parse(overrides: Sequence[str], loader: ConfigLoader, errors: list[ConfigEr
     return parsed
 
 
-_SEVERAL_OPTIONS = ("callbacks", "logger", "experiment")
-"""Groups of which several options may be chosen at once; of any other, Hydra would take the last without a word."""
-
-
 def _is_list_or_null(value: Any) -> TypeGuard[list[Any] | None]:
     return value is None or isinstance(value, list)
 
@@ -244,17 +240,17 @@ def _no_one_option(override: str, group: str, chosen: list[Any] | None, loader: 
     """What is wrong with a list of options, or with null, in place of the one option of a group."""
     options = loader.get_group_options(group, ObjectType.CONFIG)
     if chosen is None:
-        is_optional = group in (*_USUAL_OPTIONS, *_SEVERAL_OPTIONS, "cluster")
+        is_optional = group in (*_USUAL_OPTIONS, *SEVERAL_OPTIONS, "cluster")
         allowed = _options_text(group, options) + ("; or nothing, which chooses none" if is_optional else "")
         return ConfigError(unquoted(override), "null is no option of a group", allowed)
     names = [str(item) for item in chosen]
-    if group in _SEVERAL_OPTIONS and all(isinstance(item, str) for item in chosen):
+    if group in SEVERAL_OPTIONS and all(isinstance(item, str) for item in chosen):
         return None
     is_shape = group == "mesh" and bool(names) and all(re.fullmatch(r"-?\d+", name) for name in names)
     first = "x".join(names) if is_shape else next((name for name in names if name in options), "")
     return ConfigError(
         unquoted(override),
-        f"a list of names is needed, as {group} has options" if group in _SEVERAL_OPTIONS else f"{group} is one option",
+        f"a list of names is needed, as {group} has options" if group in SEVERAL_OPTIONS else f"{group} is one option",
         _options_text(group, options),
         f"{group}={first}" if first else "",
     )

@@ -66,6 +66,9 @@ GROUPS = {
 }
 """The config groups of conf/, and what is chosen by each; all other keys are in no group."""
 
+SEVERAL_OPTIONS = ("callbacks", "logger", "experiment")
+"""Groups of which several options may be chosen at once; of any other, Hydra would take the last without a word."""
+
 IN_ONE_PROCESS = ("plan", "dryrun", "export", "eval", "calibrate")
 """Tasks that one process does for a mesh of any size, without its devices."""
 
