@@ -13,7 +13,7 @@ import yaml
 from autolaunch.planning.choice import _batch_that_divides
 from autolaunch_strategies.config import ConfigError, parse_mesh
 from autolaunch_strategies.planner import choose
-from autolaunch_strategies.planner.candidate import FULL, PIPELINES, Candidate, Candidates
+from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate, Candidates
 from autolaunch_strategies.planner.choose import diverse, make_plan, pick
 from autolaunch_strategies.planner.document import document, rounded
 from autolaunch_strategies.planner.explain import SEVERAL, asked_of, fields_of, why
@@ -404,6 +404,14 @@ def test_why_not_several_replicas(plan: Plan) -> None:
     assert answer.candidate is not None and answer.candidate.level == 3 and answer.candidate.replicate > 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "code"), [("none", NO_RECOMPUTE), ("selective", SELECTIVE), ("full", FULL), ("2", 2), ("3", 3)]
+)
+def test_why_not_any_way_of_recomputation(plan: Plan, asked: str, code: int) -> None:
+    answer = why(plan, {"recompute": asked})
+    assert answer.candidate is not None and answer.candidate.recompute == code
+
+
 def test_why_looks_among_what_has_no_point(plan: Plan) -> None:
     answer = why(plan, {"pp": "gpipe"})
     assert answer.candidate is not None
@@ -449,6 +457,8 @@ def test_keys_as_people_type_them() -> None:
         ("level=4", "why=level=4: not known"),
         ("mp=0", "why=mp=0: not a size"),
         ("mp=4,tp=2", "why=tp=2: another value of it stands beside it"),
+        ("recompute=selective,recompute=full", "why=recompute=full: another value of it stands beside it"),
+        ("recompute=full,recompute=selective", "why=recompute=selective: another value of it stands beside it"),
         ("precision=float8", "why=precision=float8: no such key\n  allowed"),
         ("mp", "why=mp: mp is no key=value"),
         ("", "why=: nothing is no key=value"),

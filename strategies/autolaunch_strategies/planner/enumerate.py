@@ -377,6 +377,11 @@ class Space:
         return [(number,) for number in self._values("compile", usual)]
 
 
+def several_replicas(devices: int) -> tuple[int, ...]:
+    """Every number of replicas of the state that is more than one."""
+    return tuple(divisors(devices)[1:])
+
+
 def can_compile(profile: ModelProfile, hardware: Hardware) -> bool:
     """Whether compiled blocks are proposed at all."""
     return hardware.device == "cuda" and "compile" not in profile.refused

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from autolaunch_strategies.config import (
 from autolaunch_strategies.planner.candidate import PIPELINES, Candidate, recompute_code
 from autolaunch_strategies.planner.choose import look, pick
 from autolaunch_strategies.planner.document import rounded
+from autolaunch_strategies.planner.enumerate import several_replicas
 from autolaunch_strategies.planner.plan import Looked, Plan
 from autolaunch_strategies.planner.reasons import PART_WORDS, in_bytes, in_seconds
 from autolaunch_strategies.planner.settings import LEVELS, overrides
@@ -123,8 +124,8 @@ def asked_of(text: str) -> list[tuple[str, str]]:
     return asked
 
 
-SEVERAL = -1
-"""Of replicas: more than one, however many."""
+SEVERAL: Final = "several"
+"""Of replicas: more than one, however many. No number, as -1 is a value of another field."""
 
 _ALLOWED = "mesh=4x2, mp=4, pp=2, dp=zero1, pp=1f1b, cp=ring, recompute=full, microbatches=8, ..."
 
@@ -146,9 +147,9 @@ def why(plan: Plan, asked: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> Exp
     pairs = list(asked.items()) if isinstance(asked, Mapping) else list(asked)
     fields = fields_of(pairs)
     text = " ".join(f"{key}={value}" for key, value in pairs)
-    wanted = {**plan.wanted, **{name: (value,) for name, value in fields.items()}}
-    if fields.get("replicate") == SEVERAL:
-        wanted["replicate"] = tuple(n for n in range(2, plan.hardware.devices + 1) if plan.hardware.devices % n == 0)
+    several = several_replicas(plan.hardware.devices)
+    values = {name: several if value == SEVERAL else (int(value),) for name, value in fields.items()}
+    wanted = {**plan.wanted, **values}
     rejections, looked = look(plan.profile, plan.recipe, plan.hardware, wanted, plan.memory_share)
     meant = looked.select(_meant(looked, fields))
     if not len(meant):
@@ -184,13 +185,13 @@ def _capital(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def fields_of(asked: Sequence[tuple[str, Any]]) -> dict[str, int]:
+def fields_of(asked: Sequence[tuple[str, Any]]) -> dict[str, int | str]:
     """Fields of `Candidate` for what people type, `SEVERAL` for some number of replicas; see `why`.
 
     Raises:
         ConfigError: an unknown key or value, or one thing said in two ways.
     """
-    fields: dict[str, int] = {}
+    fields: dict[str, int | str] = {}
     for key, value in asked:
         name = _SPELLINGS.get(key, key)
         if name not in KEYS:
@@ -217,7 +218,7 @@ def _is_one(name: str, value: str) -> bool:
     return True
 
 
-def _field(name: str, value: str) -> dict[str, int]:
+def _field(name: str, value: str) -> Mapping[str, int | str]:
     if name == "mesh":
         sizes = parse_mesh(value).sizes
         return {axis: size for axis, size in sizes.items() if size != -1}
@@ -239,7 +240,7 @@ def _field(name: str, value: str) -> dict[str, int]:
     return {{"replicas": "replicate"}.get(name, axis or name): int(value)}
 
 
-def _option(axis: str, value: str) -> dict[str, int]:
+def _option(axis: str, value: str) -> Mapping[str, int | str]:
     if value == "none" and axis != "dp":
         return {axis: 1}
     if axis == "dp":
@@ -266,7 +267,7 @@ def _one_of(key: str, value: str, known: Mapping[str, int]) -> int:
     )
 
 
-def _meant(looked: Looked, fields: Mapping[str, int]) -> Any:
+def _meant(looked: Looked, fields: Mapping[str, int | str]) -> Any:
     """[n]: those that are as asked for, where a field that means nothing for a candidate is not what was asked for."""
     meant = np.ones(len(looked), dtype=bool)
     for name, value in fields.items():
