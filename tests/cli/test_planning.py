@@ -68,6 +68,18 @@ def test_a_degree_of_experts_is_kept_where_the_mesh_is_chosen(command: Callable[
     assert_only_told(err, Told("ep=3 with model=hf", "8 experts", allowed=("the 4 ranks", "1, 2, 4"), write="ep=2"))
 
 
+@pytest.mark.parametrize(
+    ("typed", "replicas"), [(("dp=hsdp",), {2, 4}), (("dp.replicate=2",), {2}), (("dp=hsdp", "dp.replicate=4"), {4})]
+)
+def test_replicas_are_kept_where_the_mesh_is_chosen(
+    command: Callable[..., Outcome], typed: tuple[str, ...], replicas: set[int]
+) -> None:
+    code, _, err = command("plan", *SMALL, "cluster=h100x8", *typed, "output_dir=out")
+    assert code == 0, err
+    chosen = _read(Path("out/plan.yaml"))
+    assert chosen["dp"]["sharding_level"] == 3 and chosen["dp"]["replicate"] in replicas
+
+
 # --- what was typed ----------------------------------------------------------------------------------------------
 
 
@@ -90,6 +102,9 @@ def wanted(*words: str) -> dict[str, tuple[int, ...]]:
         (["mesh.mp=4"], {"mp": (4,)}),
         (["dp=zero1"], {"level": (1,)}),
         (["dp=hsdp", "dp.replicate=2"], {"level": (3,), "replicate": (2,)}),
+        (["dp=hsdp"], {"level": (3,), "replicate": (2,)}),
+        (["cluster=h100x8", "dp=hsdp"], {"level": (3,), "replicate": (2, 4, 8)}),
+        (["cluster=h100x8", "dp=hsdp", "dp.replicate=4"], {"level": (3,), "replicate": (4,)}),
         (["mp=seq_parallel"], {"sequence_parallel": (1,)}),
         (["mp=none"], {"mp": (1,)}),
         (["pp=none"], {"pp": (1,)}),
@@ -220,6 +235,22 @@ def assert_chosen_for(directory: Path, nodes: int, local_ranks: int) -> None:
     assert (summary["world_size"], summary["steps"]) == (2, 2)
     hardware = _read(directory / "plan.yaml")["reasons"]["choice"]["hardware"]
     assert (hardware["nodes"], hardware["devices_per_node"]) == (nodes, local_ranks)
+
+
+@pytest.mark.parametrize(
+    ("typed", "key", "problem", "write"),
+    [
+        ("mesh.dp=3", "mesh.dp=3", "does not divide the 8 devices", "mesh.dp=2"),
+        ("mesh.cp=5", "mesh.cp=5", "does not divide the 8 devices", "mesh.cp=4"),
+        ("dp.replicate=3", "dp.replicate=3", "does not divide the 8 devices", "dp.replicate=2"),
+    ],
+)
+def test_what_does_not_divide_the_devices(
+    command: Callable[..., Outcome], typed: str, key: str, problem: str, write: str
+) -> None:
+    code, _, err = command("plan", "cluster=h100x8", "model=llama", *SMALL, "data.batch_size=16", typed)
+    assert code == 2
+    assert_only_told(err, Told(key, problem, allowed=("1, 2, 4, 8",), write=write))
 
 
 @pytest.mark.every  # test_choice.py has what is said

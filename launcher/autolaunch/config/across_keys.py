@@ -90,10 +90,12 @@ def check(
         parallel = {axis: config[axis] for axis in AXES}
         keys = {key: config[key] for key in ("compile", "random_numbers", "ep")} | recompute
         if config["cluster"] is not None:
-            keys["ep"] = 1  # the planner has yet to choose the mesh, and keeps what was typed
+            # The planner has yet to choose the mesh, and keeps what was typed.
+            keys["ep"] = 1
+            parallel["dp"] = _for_any_mesh(config["dp"])
         errors += config_errors(parallel_config(mesh, **parallel, **keys), known_device(config))
         if config["task"] != "generate":  # which reads no data
-            errors += check_batch_parts(config, mesh.dp, mesh.pp, where)
+            errors += check_batch_parts(config, _sharing_ranks(config, mesh), mesh.pp, where)
     errors += _float8(config)
     errors += check_matmul_precision(config, where)
     errors += _plans(config, mesh)
@@ -131,8 +133,20 @@ def check(
             errors += _prompt_ids(config, facts.vocab_size)
         settled = config if mesh is None else with_batch_parts(config, mesh.pp)
         if config["task"] != "generate":
-            errors += check_data(settled["data"], mesh.dp if mesh is not None else 1, facts)
+            errors += check_data(settled["data"], 1 if mesh is None else _sharing_ranks(config, mesh), facts)
     return mesh or MeshShape(), errors
+
+
+def _for_any_mesh(dp: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The node dp without the numbers of replicas and shards, which depend on the mesh; level 0 never has them."""
+    return dp if dp["sharding_level"] == 0 else {**dp, "replicate": None, "shard": None}
+
+
+def _sharing_ranks(config: Mapping[str, Any], mesh: MeshShape) -> int:
+    """The ranks of dp that share a batch: of a mesh that can't fill a cluster, the planner says that instead."""
+    cluster = config["cluster"]
+    fills = cluster is None or cluster["nodes"] * cluster["devices_per_node"] % mesh.size == 0
+    return mesh.dp if fills else 1
 
 
 @contextmanager

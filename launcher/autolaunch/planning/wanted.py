@@ -25,6 +25,7 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
         ConfigError: something typed that the planner can't choose the rest for.
     """
     from autolaunch_strategies.planner.candidate import PIPELINES, recompute_code
+    from autolaunch_strategies.planner.enumerate import several_replicas
 
     typed = typed_keys(overrides)
     wanted: dict[str, tuple[int, ...]] = {}
@@ -44,7 +45,9 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     if _is_typed("dp", typed):
         wanted["level"] = (config["dp"]["sharding_level"],)
         if config["dp"]["replicate"] is not None:
-            wanted["replicate"] = (config["dp"]["replicate"],)
+            # The number that comes with hsdp is nothing that was said.
+            said = "dp.replicate" in typed or config["cluster"] is None
+            wanted["replicate"] = (config["dp"]["replicate"],) if said else several_replicas(_devices(config))
     if _is_typed("mp", typed):
         if config["mp"] is None:
             wanted["mp"] = (1,)
@@ -81,6 +84,10 @@ def wanted_by(overrides: Iterable[str], config: Mapping[str, Any]) -> dict[str, 
     if "microbatches" not in config["data"] and not _is_typed("pp", typed):
         wanted["microbatches"] = (1,)  # a data module of one's own hands out its batches as it likes
     return wanted
+
+
+def _devices(config: Mapping[str, Any]) -> int:
+    return int(config["cluster"]["nodes"] * config["cluster"]["devices_per_node"])
 
 
 def _is_typed(group: str, typed: Mapping[str, str]) -> bool:

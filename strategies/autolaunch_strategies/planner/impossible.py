@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ def impossible(asked: Asked) -> ConfigError:
     hardware, wanted, look_on = asked.hardware, asked.wanted, asked.look_on
     if "mp" in wanted and not any(shares_evenly(asked.profile, mp) for mp in wanted["mp"]):
         return _uneven_mp(asked)
+    if (error := _indivisible(asked)) is not None:
+        return error
     problem = "there is no way to run this: " + nothing_runs(asked.rejections)
     if not wanted.keys() & set(AXES) or "devices" in wanted:
         return ConfigError(asked.where, problem)
@@ -51,6 +54,28 @@ def impossible(asked: Asked) -> ConfigError:
         allowed.append(f"{mesh}, the fastest if the mesh is left to the planner")
         write = write or mesh
     return ConfigError(asked.where, problem, "; ".join(allowed), write)
+
+
+def _indivisible(asked: Asked) -> ConfigError | None:
+    """Sizes of some axes, or replicas, that leave some devices over whatever the planner would choose for the rest."""
+    (devices,) = asked.wanted.get("devices", (asked.hardware.devices,))
+    axes = [axis for axis in AXES if axis in asked.wanted]
+    groups = [{f"mesh.{axis}": asked.wanted[axis] for axis in axes}] if len(axes) < len(AXES) else []
+    if "replicate" in asked.wanted:
+        groups.append({"dp.replicate": asked.wanted["replicate"]})
+    for group in groups:
+        if any(devices % math.prod(sizes) == 0 for sizes in itertools.product(*group.values())):
+            continue
+        typed = " ".join(f"{key}={values[0]}" for key, values in group.items())
+        if len(group) > 1:
+            return ConfigError(typed, f"their product does not divide the {devices} devices")
+        ((key, values),) = group.items()
+        fitting = divisors(devices)
+        close = max(size for size in fitting if size <= values[0])
+        return ConfigError(
+            typed, f"does not divide the {devices} devices", ", ".join(map(str, fitting)), f"{key}={close}"
+        )
+    return None
 
 
 def _uneven_mp(asked: Asked) -> ConfigError:
