@@ -102,18 +102,36 @@ def _smaller_batch(
 def _more_devices(
     look: Look, recipe: Recipe, hardware: Hardware, wanted: Mapping[str, Sequence[int]]
 ) -> Iterator[Change]:
-    """The least of doubled numbers of devices on which it fits; ranks of one CPU share its memory, and do not help."""
+    """The least more devices on which it fits: a doubled number, then fewer of the nodes that the last doubling added.
+
+    Ranks of one CPU share its memory, and do not help.
+    """
     if hardware.device == "cpu":
         return
-    nodes, each = hardware.nodes, hardware.devices_per_node
-    while 2 * nodes * each <= MOST_DEVICES:
-        nodes, each = (1, 2 * each) if nodes == 1 and 2 * each <= FULL_NODE else (2 * nodes, each)
+    free = {name: values for name, values in wanted.items() if name != "devices"}
+
+    def with_nodes(nodes: int, each: int) -> Change | None:
         larger = dataclasses.replace(hardware, nodes=nodes, devices_per_node=each)
-        found = look(recipe, larger, {name: values for name, values in wanted.items() if name != "devices"})
-        change = _change(found, partial(_as_it_is, f"cluster={hardware.name}x{nodes * each}"))
-        if change is not None and change.fits:
-            yield change
-            return
+        line = f"cluster={hardware.name}x{nodes * each}"
+        change = _change(look(recipe, larger, free), partial(_as_it_is, line))
+        return change if change is not None and change.fits else None
+
+    nodes, each, fitting = hardware.nodes, hardware.devices_per_node, None
+    too_few = 0
+    while fitting is None and 2 * nodes * each <= MOST_DEVICES:
+        too_few = nodes
+        nodes, each = (1, 2 * each) if nodes == 1 and 2 * each <= FULL_NODE else (2 * nodes, each)
+        fitting = with_nodes(nodes, each)
+    if fitting is None:
+        return
+    while nodes - too_few > 1:
+        between = (too_few + nodes) // 2
+        fewer = with_nodes(between, each)
+        if fewer is None:
+            too_few = between
+        else:
+            nodes, fitting = between, fewer
+    yield fitting
 
 
 def _change(found: Looked, line: Callable[[Candidate], str]) -> Change | None:
