@@ -92,6 +92,10 @@ def test_single_numbers_can_be_replaced(compose: Compose) -> None:
         ("h100x-16", Told("cluster=h100x-16", "at least 1", allowed=("h100xN",), write="cluster=h100x16")),
         ("h100x08", Told("cluster=h100x08", "no zero", allowed=("h100xN",), write="cluster=h100x8")),
         (
+            "h100x100000000",
+            Told("cluster=h100x100000000", "100,000,000", allowed=("up to 1,048,576",), write="cluster=h100x1048576"),
+        ),
+        (
             "h101",
             Told(
                 "cluster=h101",
@@ -112,6 +116,13 @@ def test_single_numbers_can_be_replaced(compose: Compose) -> None:
 )
 def test_what_is_refused(cluster: str, told: Told, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--cfg", "job", f"cluster={cluster}"]) == 2
+    assert_only_told(capsys.readouterr().err, told)
+
+
+def test_more_nodes_than_can_be_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "data=synthetic", "cluster=h100", "cluster.nodes=12500000"]) == 2
+    key = "cluster.nodes=12500000 cluster.devices_per_node=8"
+    told = Told(key, "100,000,000", allowed=("up to 1,048,576",), write="cluster.nodes=131072")
     assert_only_told(capsys.readouterr().err, told)
 
 

@@ -28,6 +28,7 @@ from autolaunch.config.against_schema import schemas_of
 from autolaunch.config.schema import GROUPS, MADE, Job, defaults_of, without_made
 from autolaunch.machine.this_machine import this_machine
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, parse_mesh
+from autolaunch_strategies.planner.stacks import MOST_DEVICES
 
 SHAPES = ("2x2", "4x2", "2x2x2", "dp4xmp2", "dp-1xmp2")
 """Shapes that completion and `--help` show as examples. No bare integer: a `glob(*)` would read it as a number."""
@@ -272,6 +273,13 @@ class ClusterSource(_GroupSource):
             raise ConfigError(where, "the number of devices must be at least 1", f"{profile}xN with N devices", meant)
         if digits[0] == "0":
             raise ConfigError(where, "a number of devices has no zero in front", f"{profile}xN with N devices", meant)
+        if devices > MOST_DEVICES:
+            raise ConfigError(
+                where,
+                f"{devices:,} devices are more than can be planned for",
+                f"up to {MOST_DEVICES:,} devices",
+                f"cluster={profile}x{MOST_DEVICES}",
+            )
         values = self._profile(profile)
         if values.get("name") == LOCAL:
             return this_machine(devices, where=where)

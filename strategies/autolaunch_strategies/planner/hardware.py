@@ -14,7 +14,7 @@ from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.planner.constants import Constants
 from autolaunch_strategies.planner.profile import COMPUTE_TYPES
 from autolaunch_strategies.planner.residuals import Residuals
-from autolaunch_strategies.planner.stacks import GENERATIONS, STACKS, TORCH, constants_of
+from autolaunch_strategies.planner.stacks import GENERATIONS, MOST_DEVICES, STACKS, TORCH, constants_of
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 
@@ -132,6 +132,13 @@ def hardware_from(values: Mapping[str, Any], where: str = "cluster") -> Hardware
     inter = _mapping(values, "inter", where)
     has_inter = any(value is not None for value in inter.values())
     per_node = _count(values, "devices_per_node", where, 1)
+    if nodes * per_node > MOST_DEVICES:
+        raise ConfigError(
+            f"{where}.nodes={nodes} {where}.devices_per_node={per_node}",
+            f"{nodes * per_node:,} devices are more than can be planned for",
+            f"up to {MOST_DEVICES:,} devices",
+            f"{where}.nodes={max(1, MOST_DEVICES // per_node)}",
+        )
     domain = _count(values, "domain", where, 0, smallest=0)
     if domain and (domain % per_node and per_node % domain):
         raise ConfigError(

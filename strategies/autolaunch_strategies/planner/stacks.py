@@ -56,6 +56,9 @@ STACKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 
 TORCH = "torch"
 
+MOST_DEVICES = 2**20
+"""Of a cluster: more than any has, and few enough for all ways to use them to be listed soon."""
+
 NATIVE_STACKS = ("torch", "torch_2024")
 """Stacks in which fp8 is torchao's: kernels are fused by the compiler alone, and stacked experts multiply in bf16."""
 
