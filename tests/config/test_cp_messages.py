@@ -598,7 +598,7 @@ def account(**changes: Any) -> dict[str, Any]:
             ["data.seq_len=61", "cp.pad=true"], {}, "ring · 2 ranks · 61 → 32 tokens per rank, padded", id="pad"
         ),
         pytest.param(
-            ["mesh=cp8", "data.seq_len=64"],
+            ["data.seq_len=64"],
             {"backend": "usp", "ranks": 8, "ulysses": 2},
             "usp · 8 ranks (ring of 4 × ulysses of 2) · 64 → 8 tokens per rank",
             id="usp",
@@ -613,7 +613,7 @@ def account(**changes: Any) -> dict[str, Any]:
 )
 def test_the_line_of_a_panel(argv: list[str], changes: dict[str, Any], line: str, workplace: Path) -> None:
     console = Console(file=io.StringIO(), width=90)
-    show_start(account(**changes), job("mesh=cp2", *argv), console)
+    show_start(account(**changes), job(f"mesh=cp{changes.get('ranks', 2)}", *argv), console)
     rows = [row.strip("│ ") for row in console.file.getvalue().splitlines()]
     assert f"cp         {line}" in rows
     assert any(row.startswith("sharded    parameters, gradients, optimizer state over cp") for row in rows)

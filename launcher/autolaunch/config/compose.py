@@ -638,7 +638,8 @@ def _yaml_at_fault(error: Exception, line: CommandLine) -> ConfigError:
     for link in _chain(error):
         if isinstance(link, ConfigError):
             group, _, option = link.where.partition("=")
-            return ConfigError(f"{link.where}{_file_naming(group, option, line)}", link.problem, link.allowed)
+            where = f"{link.where}{_file_naming(group, option, line)}"
+            return ConfigError(where, link.problem, link.allowed, link.write)
         if isinstance(link, yaml.MarkedYAMLError) and link.problem_mark is not None:
             mark = link.problem_mark
             where = f"{_shown(mark.name)}, line {mark.line + 1}"
