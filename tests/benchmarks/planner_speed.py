@@ -2,8 +2,8 @@
 
 `--command` times `autolaunch plan` for Llama 70B on 1,024 devices, with an empty cache and with a profile that was
 kept, its first line, and `autolaunch dryrun` of it, beside `import torch` in an empty process, as they take turns. The
-aims are of a machine that imports torch in 1.1 s, so a slower one is asked for as many imports. Without it, what comes
-after profiling:
+aims are seconds of a machine that imports torch in 1.1 s: imports compare machines. Without it, what comes after
+profiling:
 
 For each model and number of devices the least of several turns: candidates, their memory and time, the choice with its
 uncertainty (and the processor time of that, which other work on the machine disturbs less), its account as plain data,
@@ -101,8 +101,8 @@ def time_the_command(turns: int) -> None:
     unit = statistics.median(taken.pop("import torch"))
     print(f"{'import torch':<20}{unit:>8.2f} s")
     for what, seconds in taken.items():
-        median, aim = statistics.median(seconds), AIMS[what] / IMPORT
-        print(f"{what:<20}{median:>8.2f} s{median / unit:>8.2f} imports, aim {aim:.2f}")
+        median, aim = statistics.median(seconds), AIMS[what]
+        print(f"{what:<20}{median:>8.2f} s, aim {aim:4.1f}{median / unit:>8.2f} imports, aim {aim / IMPORT:.2f}")
 
 
 def main() -> None:
