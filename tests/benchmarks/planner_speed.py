@@ -71,6 +71,7 @@ def time_the_command(turns: int) -> None:
     taken: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(roots), "PYTHONUNBUFFERED": "1"}
+        environment.pop("OMP_NUM_THREADS", None)  # as users type it
 
         def run(*words: str, cache: str = "kept") -> tuple[float, float]:
             """(seconds to its first line, and to its end)."""
