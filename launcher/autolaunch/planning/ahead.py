@@ -141,9 +141,9 @@ def _plan(line: CommandLine, to_read: int, to_write: int, parent: int) -> NoRetu
 
 def _import_what_it_takes(with_torch: bool) -> None:
     """Import what `choice_of` would, also with a model that nothing is known of."""
-    names = [
-        f"autolaunch_strategies.planner.{name}" for name in ("recipe", "choose", "document", "explain", "settings")
-    ]
+    planner = ("recipe", "choose", "document", "explain", "settings")
+    names = [f"autolaunch_strategies.planner.{name}" for name in planner]
+    names += ["numpy.ma", "numpy.random"]  # which numpy imports when they are first used
     if with_torch:
         from autolaunch_strategies.torch_private.compiler import import_compiler_when_asked
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -145,6 +145,21 @@ def of_backends(attribute: str, backend: Ints) -> NDArray[Any]:
 def of_schedules(attribute: str, pipeline: Ints) -> NDArray[Any]:
     """[n]: an attribute of `ScheduleSpec` for each of these pipelines, indices in `PIPELINE_SPECS`."""
     return np.asarray([getattr(spec, attribute) for spec in PIPELINE_SPECS])[pipeline]
+
+
+def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Ints, Ints]:
+    """For rows of columns [n]: (index of the first of each distinct row, [n]: which of these each row equals)."""
+    code, bound = np.zeros(len(columns[0]), dtype=np.int64), 1
+    for column in columns:
+        low = int(column.min())
+        span = int(column.max()) - low + 1
+        bound *= span
+        if bound >= 2**62:
+            _, first, inverse = np.unique(np.stack(columns, 1), axis=0, return_index=True, return_inverse=True)
+            return first, inverse.reshape(-1)
+        code = code * span + (column - low)
+    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+    return first, inverse
 
 
 class Candidates:

@@ -14,7 +14,7 @@ from autolaunch_strategies.planner.candidate import FIELDS, Candidates
 from autolaunch_strategies.planner.enumerate import Rejections, Space, codes, divisors
 from autolaunch_strategies.planner.hardware import Hardware
 from autolaunch_strategies.planner.impossible import Asked, impossible, nothing_runs
-from autolaunch_strategies.planner.memory import peak_memory
+from autolaunch_strategies.planner.memory import Counted, peak_memory
 from autolaunch_strategies.planner.plan import MEASURED, SURE, TIGHT, Looked, Plan
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe
 from autolaunch_strategies.planner.reasons import in_bytes, in_seconds
@@ -126,22 +126,35 @@ def look(
     memory_share: float = SURE,
 ) -> tuple[Rejections, Looked]:
     """Everything that could be run, with its predictions; of a large space the variants of the fastest only."""
-    space = Space(profile, recipe, hardware, wanted)
-    looked = predicted(profile, recipe, hardware, space.candidates(), memory_share)
-    for _ in range(0 if space.complete or not len(looked) else ROUNDS):
+    space, counted = Space(profile, recipe, hardware, wanted), Counted()
+    looked = predicted(profile, recipe, hardware, space.candidates(), memory_share, counted)
+    if space.complete or not len(looked):
+        return space.rejections, looked
+    found, best = [looked], looked
+    known = set(_rows(looked.candidates).tolist())
+    for _ in range(ROUNDS):
         # Where nothing fits, the variants of what comes closest.
-        some_fit = looked.may_fit.any()
-        order = np.argsort(np.where(looked.pool, looked.seconds, np.inf) if some_fit else looked.memory_bytes)
-        fresh = _without(space.variants(looked.candidates.select(order[:REFINED])), looked.candidates)
-        looked = _merged(looked, predicted(profile, recipe, hardware, fresh, memory_share))
-    return space.rejections, looked
+        order = np.argsort(np.where(best.pool, best.seconds, np.inf) if best.may_fit.any() else best.memory_bytes)
+        best = best.select(order[:REFINED])
+        variants = space.variants(best.candidates)
+        rows = _rows(variants).tolist()
+        fresh = variants.select(np.array([row not in known for row in rows], dtype=np.bool_))
+        known.update(rows)
+        found.append(predicted(profile, recipe, hardware, fresh, memory_share, counted))
+        best = _merged([best, found[-1]])
+    return space.rejections, _merged(found)
 
 
 def predicted(
-    profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates, memory_share: float = SURE
+    profile: ModelProfile,
+    recipe: Recipe,
+    hardware: Hardware,
+    candidates: Candidates,
+    memory_share: float = SURE,
+    counted: Counted | None = None,
 ) -> Looked:
     """Candidates with their predictions, the fastest first."""
-    memory = peak_memory(profile, recipe, hardware, candidates)
+    memory = peak_memory(profile, recipe, hardware, candidates, counted)
     seconds = np.full(len(candidates), np.inf)
     may_fit = memory.bytes <= TIGHT * memory.limit
     if may_fit.any():
@@ -292,23 +305,20 @@ def _sorted(looked: Looked) -> Looked:
     return looked.select(np.argsort(looked.seconds, kind="stable"))
 
 
-def _without(some: Candidates, others: Candidates) -> Candidates:
-    """Those of `some` that are not among `others`."""
-    columns = [np.concatenate([getattr(others, name), getattr(some, name)]) for name in FIELDS]
-    every = codes(*columns)
-    return some.select(~np.isin(every[len(others) :], every[: len(others)]))
+def _rows(candidates: Candidates) -> Ints:
+    """[n]: a number for each of them, equal for equal ones."""
+    return codes(*(getattr(candidates, name) for name in FIELDS))
 
 
-def _merged(one: Looked, other: Looked) -> Looked:
-    columns = {
-        name: np.concatenate([getattr(one.candidates, name), getattr(other.candidates, name)]) for name in FIELDS
-    }
+def _merged(found: Sequence[Looked]) -> Looked:
+    """All of them, the fastest first."""
+    columns = {name: np.concatenate([getattr(item.candidates, name) for item in found]) for name in FIELDS}
     return _sorted(
         dataclasses.replace(
-            one,
+            found[0],
             candidates=Candidates(**columns),
-            seconds=np.concatenate([one.seconds, other.seconds]),
-            memory_bytes=np.concatenate([one.memory_bytes, other.memory_bytes]),
+            seconds=np.concatenate([item.seconds for item in found]),
+            memory_bytes=np.concatenate([item.memory_bytes for item in found]),
         )
     )
 

@@ -28,6 +28,7 @@ from autolaunch_strategies.planner.candidate import (
     SELECTIVE,
     Candidate,
     Candidates,
+    distinct_rows,
     of_backends,
     of_schedules,
 )
@@ -56,15 +57,30 @@ class Memory:
     """[n]: the pipe rank that is fullest."""
 
 
-def peak_memory(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates) -> Memory:
-    """The most bytes that any device needs at any moment of a step."""
+Counted = dict[tuple[int, ...], tuple[Floats, Ints]]
+"""What `_counts` says of pipelines of one model that were looked at before."""
+
+
+def peak_memory(
+    profile: ModelProfile,
+    recipe: Recipe,
+    hardware: Hardware,
+    candidates: Candidates,
+    counted: Counted | None = None,
+) -> Memory:
+    """The most bytes that any device needs at any moment of a step.
+
+    Args:
+        counted: read, and added to.
+    """
     columns = _Columns(len(profile.kinds))
-    together = np.zeros((columns.count, len(candidates)))
-    _put_amounts(profile, recipe, hardware, candidates, columns, dict.fromkeys(PIECES, together))
+    first, way = distinct_rows(_decides_amounts(candidates)) if len(candidates) else (np.zeros(0, dtype=np.int64),) * 2
+    together = np.zeros((columns.count, len(first)))
+    _put_amounts(profile, recipe, hardware, candidates.select(first), columns, dict.fromkeys(PIECES, together))
     fullest = np.zeros(len(candidates))
     stage = np.zeros(len(candidates), dtype=np.int64)
-    for which, counts, ranks in _groups(profile, candidates, columns):
-        totals = counts @ together[:, which]
+    for which, counts, ranks in _groups(profile, candidates, columns, counted):
+        totals = counts @ together[:, way[which]]
         best = totals.argmax(axis=0)
         fullest[which] = totals[best, np.arange(len(which))]
         stage[which] = ranks[best]
@@ -87,7 +103,7 @@ def memory_account(
     _put_amounts(profile, recipe, hardware, candidates, columns, pieces)
     ((_, counts, ranks),) = _groups(profile, candidates, columns)
     by_piece = {name: counts @ amounts[:, 0] for name, amounts in pieces.items()}
-    totals = sum(by_piece.values())
+    totals = np.sum(list(by_piece.values()), axis=0)
     constants = hardware.constants
     account = []
     for rank in range(candidate.pp):
@@ -154,6 +170,18 @@ class _Columns:
     def _add(self, name: str, width: int) -> None:
         self.at[name] = slice(self.count, self.count + width)
         self.count += width
+
+
+def _decides_amounts(c: Candidates) -> list[NDArray[Any]]:
+    """[n] each: all that amounts depend on, so that they are worked out once for candidates that are alike in it.
+
+    Of a pipeline it is that there is one, when its forward passes come, and its loss; not in how many stages it is.
+    """
+    all_forward_first = of_schedules("all_forward_first", c.pipeline)
+    return [
+        *(c.dp, c.cp, c.mp, c.ep, c.level, c.replicate, c.sequence_parallel, c.microbatches, c.recompute, c.compile),
+        *(c.backend, c.pp > 1, all_forward_first, c.pipeline == PIPELINES.index("exact")),
+    ]
 
 
 def _put_amounts(
@@ -518,8 +546,11 @@ def _outputs(profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:
 # --- counts: how many of everything a rank holds at a moment ----------------------------------------------------------
 
 
-def _groups(profile: ModelProfile, c: Candidates, columns: _Columns) -> Any:
+def _groups(
+    profile: ModelProfile, c: Candidates, columns: _Columns, counted: Counted | None = None
+) -> Iterator[tuple[Ints, Floats, Ints]]:
     """Candidates that share their counts: (their indices, counts [moments, columns], pipe rank [moments])."""
+    counted = {} if counted is None else counted
     every = np.where(c.recompute > FULL, c.recompute, 0)
     keys = np.stack([c.pipeline, c.pp, c.virtual_stages, c.split, _kinds_of_flight(c), c.microbatches == 1, every])
     order = np.lexsort(keys)
@@ -527,14 +558,17 @@ def _groups(profile: ModelProfile, c: Candidates, columns: _Columns) -> Any:
     begins = np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1
     cuts: dict[tuple[int, ...], Cut] = {}
     for which in np.split(order, begins) if len(order) else []:
-        pipeline, pp, virtual_stages, split, microbatches, one_microbatch, step = (int(key[which[0]]) for key in keys)
-        spec = PIPELINE_SPECS[pipeline]
-        place = (pipeline, pp, virtual_stages, split)
-        if place not in cuts:
-            cuts[place] = cut(profile, spec.name, pp, virtual_stages, split)
-        flight = in_flight(spec, pp, virtual_stages, microbatches)
-        counts, ranks = _counts(profile, cuts[place], flight, step, columns, spec, microbatches, bool(one_microbatch))
-        yield which, counts, ranks
+        key = tuple(keys[:, which[0]].tolist())
+        if key not in counted:
+            pipeline, pp, virtual_stages, split, microbatches, one_microbatch, step = key
+            spec, place = PIPELINE_SPECS[pipeline], key[:4]
+            if place not in cuts:
+                cuts[place] = cut(profile, spec.name, pp, virtual_stages, split)
+            flight = in_flight(spec, pp, virtual_stages, microbatches)
+            counted[key] = _counts(
+                profile, cuts[place], flight, step, columns, spec, microbatches, bool(one_microbatch)
+            )
+        yield which, *counted[key]
 
 
 def _kinds_of_flight(c: Candidates) -> Ints:

@@ -9,7 +9,6 @@ does again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -23,6 +22,7 @@ from autolaunch_strategies.planner.candidate import (
     PIPELINES,
     SELECTIVE,
     Candidates,
+    distinct_rows,
     of_backends,
     of_schedules,
 )
@@ -454,21 +454,6 @@ def _part_costs(
 # --- all of a step -----------------------------------------------------------------------------------------------
 
 
-def _distinct(columns: Sequence[NDArray[Any]]) -> tuple[Ints, Ints]:
-    """Index of the first of each distinct row, and for each row which of these it equals."""
-    code, bound = np.zeros(len(columns[0]), dtype=np.int64), 1
-    for column in columns:
-        low = int(column.min())
-        span = int(column.max()) - low + 1
-        bound *= span
-        if bound >= 2**62:
-            _, first, inverse = np.unique(np.stack(columns, 1), axis=0, return_index=True, return_inverse=True)
-            return first, inverse.reshape(-1)
-        code = code * span + (column - low)
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    return first, inverse
-
-
 def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candidates: Candidates) -> StepTime:
     """Predict the time of one optimizer step for each candidate. They are taken to be valid.
 
@@ -482,7 +467,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
     if not n:
         return StepTime(np.zeros(0), {name: np.zeros(0) for name in PARTS})
     micro = c.microbatches.astype(np.float64)
-    first, way = _distinct(
+    first, way = distinct_rows(
         [
             *(c.dp * c.microbatches, c.microbatches > 1, c.mp, c.cp, c.sequence_parallel, c.recompute),
             *(c.backend, c.ulysses, c.ep, c.compile, c.is_sharded),
@@ -595,7 +580,7 @@ def _contents(
     trained = np.array([part.trained for part in parts])
     members, experts, trained_experts = np.zeros((len(parts), n)), np.zeros(n), np.zeros(n)
     parameters, trained_parameters, gathered, regathered = np.zeros(n), np.zeros(n), np.zeros(n), np.zeros(n)
-    first, group = _distinct([c.pp, c.virtual_stages, c.split, c.pipeline])
+    first, group = distinct_rows([c.pp, c.virtual_stages, c.split, c.pipeline])
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(len(first) + 1))
     seconds = totals[:, way]
@@ -604,7 +589,8 @@ def _contents(
         own = order[begin:end]
         pp, virtual = int(c.pp[index]), int(c.virtual_stages[index])
         name = PIPELINE_SPECS[c.pipeline[index]].name
-        rows = np.unique(_held(profile, name, pp, virtual, int(c.split[index])), axis=0)
+        held_by_ranks = _held(profile, name, pp, virtual, int(c.split[index])).tolist()
+        rows = np.array(sorted(set(map(tuple, held_by_ranks))))
         busiest = np.argmax(rows @ seconds[:, own], axis=0)
         members[:, own] = rows[busiest].T
         tied = profile.shared_parameters * (rows[:, -1] > rows[:, 0])  # on the last stage, too
