@@ -12,6 +12,9 @@ import yaml
 
 from autolaunch import cli
 from autolaunch.config.against_schema import validate
+from autolaunch.config.command_line import parse
+from autolaunch.config.compose import compose as compose_line
+from autolaunch.jobs.run import resolve_job
 from autolaunch.machine import this_machine
 from autolaunch_strategies.planner.hardware import hardware_from
 from tests import ROOT
@@ -143,6 +146,76 @@ def test_a_misspelt_cluster_of_an_experiment(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - override /cluster: h101x64\n")
     assert cli.run(["plan", "experiment=mine.yaml"]) == 2
     assert_told(capsys.readouterr().err, "cluster: h101x64 (mine.yaml)", "h100x64", allowed=("h100xN",))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["plan", "cluster=h100x8", "launch.devices=4"],
+            Told(
+                "launch.devices=4 with cluster=h100x8",
+                "two numbers",
+                allowed="cluster=h100x4 alone, or launch.devices=null",
+                write="cluster=h100x4",
+            ),
+        ),
+        (
+            ["plan", "cluster=h100x8", "launch.devices=12"],
+            Told("launch.devices=12 with cluster=h100x8", "two numbers", write="launch.devices=null"),
+        ),
+        (
+            ["mesh=auto", "cluster=cpux2", "launch.devices=3"],
+            Told("launch.devices=3 with cluster=cpux2", "two numbers", write="cluster=cpux3"),
+        ),
+        (
+            ["plan", "cluster=h100x8", "launch=slurm", "launch.nodes=2"],
+            Told(
+                "launch.nodes=2 with cluster=h100x8",
+                "2 nodes",
+                "1 of 8 devices",
+                allowed="launch.nodes=1, or cluster=h100x16",
+                write="cluster=h100x16",
+            ),
+        ),
+        (
+            ["mesh=auto", "cluster=h100x16", "launch=slurm", "launch.submit=false"],
+            Told(
+                "launch.nodes=1 (conf/launch/slurm.yaml) with cluster=h100x16",
+                "1 node",
+                "2 of 8 devices",
+                write="launch.nodes=2",
+            ),
+        ),
+        (
+            ["plan", "cluster=h100x8", "launch=slurm", "launch.gpus_per_node=4"],
+            Told("launch.gpus_per_node=4 with cluster=h100x8", "has 8", write="launch.gpus_per_node=8"),
+        ),
+    ],
+    ids=lambda value: getattr(value, "key", None),
+)
+def test_a_launcher_with_other_devices_than_the_cluster(
+    words: list[str], told: Told, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(words) == 2
+    assert_only_told(capsys.readouterr().err, told)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["task=plan", "cluster=h100x4", "launch.devices=4"],
+        ["task=plan", "cluster=h100x16", "launch=slurm", "launch.nodes=2", "launch.gpus_per_node=8"],
+        ["task=plan", "cluster=h100x8", "mesh=dp-1xmp2", "launch=slurm"],
+        ["cluster=h100x16", "launch=slurm", "launch.nodes=2", "launch.submit=false"],
+        ["cluster=cpux4", "launch.max_restarts=1", "launch.min_devices=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_launcher_that_agrees_with_the_cluster(words: list[str], tmp_path: Path) -> None:
+    """The mesh that the planner has yet to choose is held against neither nodes nor fewest devices."""
+    composed = compose_line(parse(words))
+    resolve_job(composed.config, composed.config.hydra, tmp_path / "run")
 
 
 MINE = """

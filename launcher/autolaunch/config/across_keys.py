@@ -119,6 +119,8 @@ def check(
     errors += _adapter(config, mesh)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
+    if started_ranks is None:
+        errors += _devices_of_cluster(config, where)
     errors += _search(config, where)
     errors += _lr_find(config, where)
     errors += _unused(config, "compare", Compare, "", where)
@@ -180,7 +182,7 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
                 f"mesh={_with_ranks(shape, started_ranks)}",
             )
         return shape
-    if config["launch"]["name"] == "slurm":
+    if config["launch"]["name"] == "slurm" and config["cluster"] is None:
         return fitted_to_nodes(shape, config)
     if config["task"] in IN_ONE_PROCESS and -1 not in shape.sizes.values():
         return shape
@@ -229,7 +231,8 @@ def _check_memory(shape: MeshShape, name: str) -> None:
 
 def _devices(config: Mapping[str, Any]) -> tuple[int | None, str]:
     """(how many ranks can have a device of their own, who says so); None where there is no limit."""
-    if (cluster := config["cluster"]) is not None and config["task"] == "plan":
+    is_elsewhere = config["task"] == "plan" or config["launch"]["name"] == "slurm"
+    if (cluster := config["cluster"]) is not None and is_elsewhere:
         count = cluster["nodes"] * cluster["devices_per_node"]
         return count, f"cluster={cluster['name']} has {count}"
     kind, count = visible_devices(config["trainer"]["accelerator"])
@@ -692,6 +695,47 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
         )
 
 
+def _devices_of_cluster(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
+    """A launcher with other devices than the cluster that is planned for."""
+    cluster, launch = config["cluster"], config["launch"]
+    if cluster is None:
+        return
+    nodes, each = cluster["nodes"], cluster["devices_per_node"]
+    beside = f"with cluster={cluster['name']}x{nodes * each}"
+    if launch["name"] == "slurm":
+        if (asked := launch["nodes"]) != nodes:
+            sized = _sized(cluster, asked * each)
+            yield ConfigError(
+                f"{where('launch.nodes', asked)} {beside}",
+                f"the job has {_count(asked, 'node')}, and the cluster {nodes} of {_count(each, 'device')}",
+                f"launch.nodes={nodes}" + (f", or {sized}" if sized else ""),
+                sized if sized and asked > 1 else f"launch.nodes={nodes}",
+            )
+        if (gpus := launch["gpus_per_node"]) and gpus < each:
+            yield ConfigError(
+                f"{where('launch.gpus_per_node', gpus)} {beside}",
+                f"each node of the cluster has {each}",
+                f"{each} or more, or null",
+                f"launch.gpus_per_node={each}",
+            )
+    elif launch["devices"] not in (None, nodes * each):
+        sized = _sized(cluster, launch["devices"])
+        yield ConfigError(
+            f"{where('launch.devices', launch['devices'])} {beside}",
+            "two numbers of devices: it is the cluster that is planned for",
+            f"{sized} alone, or launch.devices=null" if sized else "launch.devices=null",
+            sized or "launch.devices=null",
+        )
+
+
+def _sized(cluster: Mapping[str, Any], devices: int) -> str:
+    """The same cluster with so many devices, as it is typed; empty if there is none, or its profile is a file's own."""
+    each = cluster["devices_per_node"]
+    is_whole = cluster["device"] == "cpu" or devices <= each or devices % each == 0
+    is_ours = (CONF / "cluster" / f"{cluster['name']}.yaml").is_file()
+    return f"cluster={cluster['name']}x{devices}" if is_whole and is_ours else ""
+
+
 def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
     """Keys of lr_find for other tasks, rates that do not grow, and weights that are no beginning."""
     yield from _unused(config, "lr_find", LrFind, "", where)
@@ -765,7 +809,7 @@ def _restarts(
             "launch.max_restarts beside it",
             f"launch.max_restarts=3 launch.min_devices={least}",
         )
-    if mesh is not None and least > mesh.size:
+    if mesh is not None and config["cluster"] is None and least > mesh.size:
         yield ConfigError(
             where("launch.min_devices", least),
             f"mesh={mesh.name} has {_count(mesh.size, 'rank')} before anything fails",
