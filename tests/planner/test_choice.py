@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from autolaunch.planning.choice import _batch_that_divides
+from autolaunch.planning.choice import _batch_that_divides, _without_use
 from autolaunch_strategies.config import ConfigError, parse_mesh
 from autolaunch_strategies.planner import choose
 from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, PIPELINES, SELECTIVE, Candidate, Candidates
@@ -37,6 +37,25 @@ def looked(*ways: tuple[Candidate, float, float], share: float = 0.92) -> Looked
     ways = tuple(sorted(ways, key=lambda way: way[1]))
     columns = Candidates.of(way[0] for way in ways)
     return Looked(columns, np.asarray([way[1] for way in ways]), np.asarray([way[2] for way in ways]), 1.0, share)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["pp=1f1b", "pp.virtual_stages=1"], ["pp=1f1b pp.virtual_stages is without use", "mesh.pp=2 asks for more"]),
+        (["cp=ring"], ["cp=ring is without use", "one rank along cp", "mesh.cp=2"]),
+        (["pp.microbatches=8", "dp=fsdp"], []),
+    ],
+)
+def test_what_the_chosen_mesh_has_no_use_for_is_said(plan: Plan, typed: list[str], said: list[str]) -> None:
+    assert (plan.chosen.pp, plan.chosen.cp) == (1, 1)
+    remarks = _without_use(plan, typed)
+    assert len(remarks) == bool(said) and all(part in remarks[0] for part in said)
+
+
+def test_what_a_mesh_that_was_typed_has_no_use_for_is_no_surprise(plan: Plan) -> None:
+    """As without a planner: a schedule is there for the meshes that have stages."""
+    assert _without_use(dataclasses.replace(plan, wanted={"pp": (1,)}), ["mesh=8", "pp=1f1b"]) == []
 
 
 # --- the pick --------------------------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def choice_of(
 
     plan = plan_of(config, typed)
     account = document(plan)
-    account["warnings"] = [*account["warnings"], *_remarks(plan)]
+    account["warnings"] = [*account["warnings"], *_remarks(plan), *_without_use(plan, typed)]
     account["precision"] = ", ".join(arithmetic_words(config, by_device))
     if config["why"]:
         account["why"] = why(plan, asked_of(config["why"])).to_dict()
@@ -224,6 +224,20 @@ def _remarks(plan: Plan) -> list[str]:
         remarks.append(f"These devices multiply bf16 {fast:.0f} times as fast as fp32: precision=bf16-mixed.")
     if batch := _batch_that_divides(plan):
         remarks.append(batch)
+    return remarks
+
+
+def _without_use(plan: Plan, typed: Iterable[str]) -> list[str]:
+    """What was typed for an axis of which the chosen mesh has one rank, unless just that was asked for."""
+    remarks, keys = [], typed_keys(typed)
+    for axis in ("mp", "pp", "cp"):
+        unused = [key for key in keys if key.split(".")[0] == axis and key != "pp.microbatches"]  # parts of any batch
+        if not unused or getattr(plan.chosen, axis) > 1 or plan.wanted.get(axis) == (1,):
+            continue
+        sizes = getattr(plan.looked.candidates, axis)
+        more = f"; mesh.{axis}={sizes[sizes > 1].min()} asks for more" if (sizes > 1).any() else ""
+        named = " ".join(f"{key}={keys[key]}" if key == axis else key for key in unused)
+        remarks.append(f"{named} is without use here: the chosen mesh has one rank along {axis}{more}.")
     return remarks
 
 
