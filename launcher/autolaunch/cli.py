@@ -108,7 +108,7 @@ def _print_page(line: CommandLine) -> int:
 
 
 def _print_own_page(line: CommandLine) -> int:
-    from autolaunch.config.help import print_help, print_info
+    from autolaunch.config.help import is_option, print_help, print_info
     from autolaunch.directories import CONF
     from autolaunch.report.terminal import Terminal
 
@@ -117,5 +117,9 @@ def _print_own_page(line: CommandLine) -> int:
         print_help(directories, Terminal())
     else:
         assert line.info is not None
+        if not is_option(line.info, directories):
+            from autolaunch.config.compose import check_option
+
+            check_option(line)
         print_info(line.info, directories, Terminal())
     return 0

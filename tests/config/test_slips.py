@@ -91,6 +91,8 @@ def test_a_command_line_full_of_slips(capsys: pytest.CaptureFixture[str]) -> Non
         (["--help", "model=llama", "mesh=2"], "autolaunch [task] [group=option] [key=value]", "Traceback"),
         (["--info", "model=hf"], "model.path", "model.hidden_size"),
         (["--info", "model"], "model.hidden_size", "Traceback"),
+        (["--info", "cluster=h100x16"], "cluster.nodes", "Traceback"),
+        (["--info", "mesh=2x4"], "mesh.order", "Traceback"),
     ],
 )
 def test_pages(words: list[str], page: str, absent: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,6 +203,24 @@ def test_groups_of_hydra_have_no_classes_of_the_users(capsys: pytest.CaptureFixt
 def test_pages_of_what_other_tools_call_otherwise(typed: str, page: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--info", typed]) == 2
     assert f"write:   autolaunch --info {page}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "allowed", "write"),
+    [
+        ("model=gpt", "custom, hf, llama", "model=hf model.path=OWNER/gpt"),
+        ("dp=zero9", "ddp, fsdp, hsdp, zero1, zero2", "autolaunch --info dp=zero2"),
+        ("mesh=2x", "", "autolaunch --info mesh=2"),
+        ("cluster=h101", "h100xN", "autolaunch --info cluster=h100"),
+        ("callbacks=ema2", "ema, ", "autolaunch --info callbacks=ema"),
+    ],
+)
+def test_pages_of_options_that_are_none(
+    typed: str, allowed: str, write: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["--info", typed]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"--info {typed}: ") and allowed in said and f"write:   {write}\n" in said
 
 
 def test_a_name_in_other_letters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -36,7 +36,13 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from autolaunch.config.against_schema import alike, field_types, is_list, keys_text, node_schema, schemas_of
-from autolaunch.config.command_line import CommandLine, unquoted, users_want_tracebacks
+from autolaunch.config.command_line import (
+    CommandLine,
+    into_open_group,
+    quoted_mesh,
+    unquoted,
+    users_want_tracebacks,
+)
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, SEVERAL_OPTIONS, TASKS, Job
 from autolaunch.config.slips import line_for_name, line_for_option, shape_meant, slip
@@ -132,6 +138,22 @@ def compose(line: CommandLine) -> Composed:
         if composed.hydra.job.chdir:
             errors.append(_chdir(origin))
         return Composed(composed, multirun or (mode is not None and mode.name == "MULTIRUN"), errors, origin)
+
+
+def check_option(line: CommandLine) -> None:
+    """Check that there is the option that a page is asked for by `--info group=option`.
+
+    Raises:
+        ConfigError, ConfigErrors: what a run with it would be told.
+    """
+    assert line.info is not None
+    run = replace(line, info=None, cfg="job", overrides=[into_open_group(quoted_mesh(line.info))])
+    errors = []
+    for error in compose(run).errors:
+        is_option = re.fullmatch(r"\S+", error.write)  # and not several keys
+        write = f"autolaunch --info {error.write}" if is_option else error.write
+        errors.append(ConfigError(f"--info {error.where}", error.problem, error.allowed, write))
+    raise_all(errors)
 
 
 def _chdir(origin: Origin) -> ConfigError:

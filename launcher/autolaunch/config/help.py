@@ -111,6 +111,12 @@ def options(group: str, directories: Sequence[Path]) -> list[str]:
     return sorted({file.stem for directory in directories for file in (directory / group).glob("*.yaml")})
 
 
+def is_option(choice: str, directories: Sequence[Path]) -> bool:
+    """Whether `group=option` names a file of the group; true of all that is no choice of an option."""
+    group, _, option = choice.partition("=")
+    return not option or group not in GROUPS or option in options(group, directories)
+
+
 def _options_line(group: str, text: str, directories: Sequence[Path]) -> str:
     names = options(group, directories)
     if group == "mesh":
