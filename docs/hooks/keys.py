@@ -12,6 +12,7 @@ from mkdocs.structure.files import File, Files
 from autolaunch.config.against_schema import field_types, help_of, schemas_of
 from autolaunch.config.help import OF_CLASSES, default_text, keys_below, keys_in_files, options, type_text, what_it_is
 from autolaunch.config.schema import GROUPS, TASKS, Job
+from autolaunch.config.task_pages import TASK_PAGES
 from autolaunch.directories import CONF
 from autolaunch_strategies.config.values import limits_text, written
 
@@ -34,9 +35,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _page() -> Iterator[str]:
     yield _INTRODUCTION
     yield "## Tasks\n\nThe first word of the command line.\n"
-    yield "| task | |\n|---|---|"
+    yield "| task | | writes |\n|---|---|---|"
     for name, text in TASKS.items():
-        yield f"| `{name}` | {escaped(text)} |"
+        yield f"| `{name}` | {escaped(text)} | {escaped(TASK_PAGES[name].writes)} |"
     yield "\n## Keys in no group\n"
     schemas = {item.name: schemas_of(item.name) for item in dataclasses.fields(Job)}
     yield from _table("", Job, lambda name: name not in GROUPS and not schemas[name])

@@ -108,12 +108,14 @@ def _print_page(line: CommandLine) -> int:
 
 
 def _print_own_page(line: CommandLine) -> int:
-    from autolaunch.config.help import is_option, print_help, print_info
+    from autolaunch.config.help import is_option, print_help, print_info, print_task
     from autolaunch.directories import CONF
     from autolaunch.report.terminal import Terminal
 
     directories: list[Path] = [path for path in (line.config_path or CONF, line.config_dir) if path is not None]
-    if line.help:
+    if line.help and line.task:
+        print_task(line.task, directories, Terminal())
+    elif line.help:
         print_help(directories, Terminal())
     else:
         assert line.info is not None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from omegaconf import OmegaConf
 
 from autolaunch import cli
 from autolaunch.config.against_schema import field_types
-from autolaunch.config.command_line import parse
+from autolaunch.config.command_line import parse, typed_keys
 from autolaunch.config.compose import compose
-from autolaunch.config.schema import Job
+from autolaunch.config.help import known_keys
+from autolaunch.config.schema import TASKS, Job
 from autolaunch.config.slips import _LINES, shape_meant, slip
+from autolaunch.config.task_pages import TASK_PAGES
 from autolaunch_strategies.config import ConfigError
 
 
@@ -84,7 +88,10 @@ def test_a_command_line_full_of_slips(capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "page", "absent"),
     [
         (["help"], "autolaunch [task] [group=option] [key=value]", "Traceback"),
-        (["help", "fit"], "autolaunch [task] [group=option] [key=value]", "Traceback"),
+        (["help", "fit"], "autolaunch fit: train the model", "[key=value]"),
+        (["plan", "--help"], "--why mp=4", "[key=value]"),
+        (["plan", "mesh=2", "--help"], "autolaunch plan: show", "[key=value]"),
+        (["lr_find", "cluster=h100x8", "--help"], "lr_find.steps", "[key=value]"),
         (["help", "trainer"], "trainer.max_steps", "model.size"),
         (["fit", "help", "trainer"], "trainer.max_steps", "model.size"),
         (["--help", "trainer"], "trainer.max_steps", "model.size"),
@@ -99,6 +106,20 @@ def test_pages(words: list[str], page: str, absent: str, capsys: pytest.CaptureF
     assert cli.run(words) == 0
     said = capsys.readouterr().out
     assert page in said and absent not in said
+
+
+def test_every_task_has_a_page_and_what_it_names_is_there() -> None:
+    assert list(TASK_PAGES) == list(TASKS)
+    known = {*known_keys()}
+    for task, page in TASK_PAGES.items():
+        assert known.issuperset(page.keys) and len(page.examples) == 3
+        for example, _ in page.examples:
+            words = shlex.split(example)[1:]
+            if words == ["compare", "outputs/one", "outputs/other"]:
+                continue  # directories of runs, and no keys
+            typed = typed_keys(parse(words).overrides)
+            assert known.issuperset(typed), example
+            assert typed.get("task", "fit") == task or example == "autolaunch plan cluster=local"
 
 
 @pytest.mark.parametrize(

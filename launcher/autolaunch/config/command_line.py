@@ -33,6 +33,8 @@ class CommandLine:
     info: str | None = None
     """`--info`: one of `HYDRA_INFO` or a key of the config."""
     help: bool = False
+    task: str = ""
+    """Of `--help`: the task whose page is asked for, if it is one's."""
     version: bool = False
     package: str | None = None
     """`--package`: the key of the part that `--cfg` prints."""
@@ -199,12 +201,15 @@ def _long_flag_with_one_dash(argv: Sequence[str], flags: Sequence[str]) -> str:
 
 
 def _asked_for_help(known: argparse.Namespace) -> CommandLine:
-    """`--help`, or `--help trainer`, which asks for the page of a key."""
+    """`--help`, `--help trainer`, which asks for the page of a key, or `--help plan`, for that of a task."""
     words = [word for word in known.overrides if word not in (*TASKS, *HYDRA_INFO)]
+    task = known.overrides[0] if known.overrides and known.overrides[0] in TASKS else ""
+    is_key = len(words) == 1 and not (task and "=" in words[0])
     return CommandLine(
         overrides=[],
-        info=words[0] if len(words) == 1 else None,
-        help=len(words) != 1,
+        info=words[0] if is_key else None,
+        help=not is_key,
+        task=task,
         config_dir=known.config_dir.resolve() if known.config_dir else None,
         config_path=known.config_path.resolve() if known.config_path else None,
     )

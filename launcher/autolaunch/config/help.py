@@ -22,6 +22,7 @@ from autolaunch.config.command_line import HYDRA_INFO
 from autolaunch.config.schema import FAMILIES, GROUPS, TASKS, Job, default_of, defaults_of
 from autolaunch.config.slips import own_key
 from autolaunch.config.sources import SHAPES
+from autolaunch.config.task_pages import TASK_PAGES
 from autolaunch.directories import CONF
 from autolaunch_strategies.config import ConfigError, nearest
 from autolaunch_strategies.config.values import limits_text, written
@@ -46,6 +47,7 @@ _NARROW = 70
 _STYLES_OF = {"mp.plan": tuple(STYLES), "cp.plan": CONTEXT_STYLES}
 
 _FLAGS = (
+    ("help TASK", "its page: the keys that matter to it, lines to type, where it writes"),
     ("help KEY, --info KEY", "what a group or key means: --info trainer, --info trainer.max_steps"),
     ("--cfg job", "the whole config, without running anything (--package KEY for a part of it)"),
     ("-m", "run every combination of the values separated by commas"),
@@ -75,13 +77,37 @@ def print_help(directories: Sequence[Path], console: Console) -> None:
     _section("Groups and their options", rows, console)
     _section("Keys people type", [(f"{key}=", _help_of(key)) for key in _TYPED_KEYS], console)
     _section("Flags", _FLAGS, console)
-    _section("Examples", [], console)
-    for line, text in _EXAMPLES:
-        console.print(Text(f"  {line}", style="cyan"), soft_wrap=True)
-        console.print(Text(f"      {text}"))
+    _print_examples(_EXAMPLES, console)
     console.print(
         "\nMore: the files in conf/, `autolaunch --info all`, and https://hydra.cc for the rules of overrides."
     )
+
+
+def print_task(task: str, directories: Sequence[Path], console: Console) -> None:
+    """Print the page of one task: what it does, the keys that matter to it, lines to type, where it writes."""
+    page = TASK_PAGES[task]
+    console.print(Text(f"autolaunch {task}: {TASKS[task]}\n", style="bold"))
+    rows = [(f"{key}=", "", _options_line(key, GROUPS[key], directories)) for key in page.keys if key in GROUPS]
+    for key in (key for key in page.keys if key not in GROUPS):
+        schemas = schemas_of(key)
+        if schemas:
+            found = [item for schema in schemas.values() for item in keys_below(key, schema)]
+        else:
+            parent, item = next(_fields(key))
+            found = [(key, parent, item)]
+        rows += [_key_row(*item) for item in found]
+    _print_keys(rows, console)
+    _print_examples(page.examples, console)
+    where = "Writes, to output_dir (null: outputs/<name>/<date>_<time>) unless another place is named"
+    console.print(Text(f"\n{where}: {page.writes}."))
+    console.print(Text("All other keys: autolaunch --help, autolaunch --info KEY."))
+
+
+def _print_examples(examples: Sequence[tuple[str, str]], console: Console) -> None:
+    _section("Examples", [], console)
+    for line, text in examples:
+        console.print(Text(f"  {line}", style="cyan"), soft_wrap=True)
+        console.print(Text(f"      {text}"))
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]], console: Console) -> None:
@@ -262,9 +288,11 @@ def _print_file(group: str, key: str, directories: Sequence[Path], console: Cons
 
 def _print_schema(key: str, schema: type, console: Console) -> None:
     console.print(Text((schema.__doc__ or "").strip(), style="bold"))
-    keys = keys_below(key, schema)
-    rows = [(name, default_text(item), _sentence(item, field_types(parent)[item.name])) for name, parent, item in keys]
-    _print_keys(rows, console)
+    _print_keys([_key_row(*found) for found in keys_below(key, schema)], console)
+
+
+def _key_row(name: str, parent: type, item: dataclasses.Field[Any]) -> tuple[str, str, str]:
+    return name, default_text(item), _sentence(item, field_types(parent)[item.name])
 
 
 def _print_keys(rows: Sequence[tuple[str, str, str]], console: Console) -> None:
