@@ -244,6 +244,28 @@ def test_pages_of_options_that_are_none(
     assert said.startswith(f"--info {typed}: ") and allowed in said and f"write:   {write}\n" in said
 
 
+@pytest.mark.parametrize(
+    ("package", "write"),
+    [
+        ("zzzz", "autolaunch --cfg job"),
+        ("optimiser", "autolaunch --cfg job --package optimizer"),
+        ("model.sise", "autolaunch --cfg job --package model.size"),
+        ("hydra.job", "autolaunch --cfg job"),
+    ],
+)
+def test_a_package_that_is_none(package: str, write: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--cfg", "job", "--package", package]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"--package {package}: ")
+    assert f"write:   {write}\n" in said.err and "not found in config" not in said.err
+
+
+@pytest.mark.parametrize(("package", "printed"), [("adapter", "null\n"), ("data.microbatches", "1\n")])
+def test_a_package_without_keys(package: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--cfg", "job", "-p", package]) == 0
+    assert capsys.readouterr().out == printed
+
+
 def test_a_name_in_other_letters(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["optimizer=AdamW"]) == 2
     assert "write:   optimizer=adamw" in capsys.readouterr().err

@@ -192,12 +192,42 @@ def jobs_of_sweep(line: CommandLine) -> list[list[str]]:
 
 
 def print_config(line: CommandLine, config: DictConfig) -> int:
-    """Print what `--cfg` asks for of the config that a line was composed to; returns the exit code."""
+    """Print what `--cfg` asks for of the config that a line was composed to; returns the exit code.
+
+    Raises:
+        ConfigError: `--package` names nothing of it.
+    """
     assert line.cfg is not None
+    if line.package not in (None, "_global_") and (value := _empty_package(line, config)):
+        print(value)  # of which Hydra says that it is not there
+        return 0
     with _initialized(line) as loader:
         composed = Hydra(JOB_NAME, _Composed(config, loader))
         options = (line.config_name, line.overrides, line.cfg, line.package, line.resolve)
         return _exit_code(lambda: run_and_report(lambda: composed.show_cfg(*options)))
+
+
+def _empty_package(line: CommandLine, config: DictConfig) -> str:
+    """What `--package` names, if it is null or has no value yet; else empty."""
+    assert line.package is not None and line.cfg is not None
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    parts = {"job": [key for key in values if key != "hydra"], "hydra": ["hydra"], "all": list(values)}
+    has_it = line.package.partition(".")[0].partition("[")[0] in parts[line.cfg]
+    try:
+        if has_it and OmegaConf.select(OmegaConf.masked_copy(config, parts[line.cfg]), line.package) is not None:
+            return ""
+    except OmegaConfBaseException as error:  # what a value refers to
+        raise ConfigError(f"--package {line.package}", _first_line(error), "--cfg all, which has every key") from None
+    value = _select(values, line.package) if has_it else _ABSENT
+    if value is not _ABSENT:
+        return "null" if value is None else str(value)
+    close = alike(line.package, [*parts[line.cfg], *_dotted(_without_hydra(config))])
+    raise ConfigError(
+        f"--package {line.package}",
+        f"no such key in --cfg {line.cfg}" + (f"; did you mean {close}?" if close else ""),
+        "a group or a key, as --cfg prints them without --package",
+        f"autolaunch --cfg {line.cfg} --package {close}" if close else f"autolaunch --cfg {line.cfg}",
+    )
 
 
 def print_page(line: CommandLine) -> int:
