@@ -602,8 +602,8 @@ WRONG = [
         id="key-of-no-search",
     ),
     pytest.param(
-        ["adapter.rank=4"],
-        Told("adapter.rank=4", "there is no adapter", allowed=("adapter=lora",), write="adapter=lora adapter.rank=4"),
+        ["adapter.r=4"],
+        Told("adapter.r=4", "there is no adapter", allowed=("adapter=lora",), write="adapter=lora adapter.r=4"),
         id="key-of-no-adapter",
     ),
     pytest.param(

@@ -66,11 +66,32 @@ from autolaunch_strategies.config import ConfigError
         ("use_lora=False", None),
         ("lora=true", "adapter=lora"),
         ("sequence_parallel=false", None),
+        ("lora.r=4", "adapter=lora adapter.r=4"),
+        ("lora.rank=4", "adapter=lora adapter.r=4"),
+        ("adapter.rank=4", "adapter=lora adapter.r=4"),
+        ("data=txt", None),
+        ("data=all.txt", "data=text data.path=all.txt"),
+        ("mesh=2xdp2", ""),
+        ("mesh=2xmp2xtp2", ""),
+        ("mesh=mp2xtp2", None),
     ],
 )
 def test_keys_of_other_tools(typed: str, write: str | None) -> None:
     error = slip(typed, *typed.split("="))
     assert (error.write if error else None) == write
+
+
+def test_a_plan_is_asked_for_nodes_by_its_cluster() -> None:
+    error = slip("nodes=2", "nodes", "2", "plan")
+    assert error is not None and error.write == "cluster=h100x16" and "cluster.nodes=2" in error.allowed
+    with pytest.raises(ConfigError) as raised:
+        parse(["plan", "--nodes", "2"])
+    assert raised.value.write == "cluster=h100x16"
+
+
+def test_a_size_without_a_name_beside_one_of_dp() -> None:
+    error = slip("mesh=2xdp2", "mesh", "2xdp2")
+    assert error is not None and "dp is given twice" in error.problem and "dp2xmp2" in error.allowed
 
 
 def test_who_asks_for_fp16_is_told_that_it_is_bf16() -> None:
@@ -198,6 +219,8 @@ def test_axes_in_a_list_are_one_mesh(capsys: pytest.CaptureFixture[str]) -> None
         ("optimizer=adamw8bit", "optimizer=custom optimizer._target_=torchao.optim.AdamW8bit"),
         ("optimizer=torch.optim.RMSprop", "optimizer=custom optimizer._target_=torch.optim.RMSprop"),
         ("model=gpt2", "model=hf model.path=OWNER/gpt2"),
+        ("data=wikitext", "data=documents data.path=OWNER/wikitext"),
+        ("data=txt", "data=text"),
         ("data=chats.jsonl", "data=documents data.path=chats.jsonl"),
         ("data=texts/all.txt", "data=text data.path=texts/all.txt"),
         ("data=train.bin", "data=tokens data.path=train.bin"),

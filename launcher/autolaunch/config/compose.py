@@ -45,7 +45,7 @@ from autolaunch.config.command_line import (
 )
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, SEVERAL_OPTIONS, TASKS, Job
-from autolaunch.config.slips import line_for_name, line_for_option, shape_meant, slip
+from autolaunch.config.slips import line_for_name, line_for_option, option_meant, shape_meant, slip
 from autolaunch.config.sources import (
     GROUPS_OF_FILES,
     ExperimentFileSource,
@@ -497,7 +497,7 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
     # A key of ours, where another option of its group is chosen or none, or one of the config of transformers.
     is_ours = any(name in field_types(schema) for schema in schemas_of(group).values())
     is_known = is_ours or _has_foreign_config(config.get(group))
-    meant = None if is_known else slip(override, typed, value)
+    meant = None if is_known else slip(override, typed, value, str(config.get("task", "")))
     return meant or _no_such_key(override, typed, value, config, loader)
 
 
@@ -565,7 +565,7 @@ def _names_of_options(loader: ConfigLoader) -> dict[str, dict[str, str]]:
 
 
 def _option_meant(group: str, option: str, options: Sequence[str]) -> str:
-    return cluster_meant(option, options) if group == "cluster" else nearest(option, options)
+    return cluster_meant(option, options) if group == "cluster" else option_meant(group, option, options)
 
 
 def _options_text(group: str, options: Sequence[str]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from autolaunch_strategies.config import AXIS_SPELLINGS, ConfigError
+from autolaunch_strategies.config import AXIS_SPELLINGS, ConfigError, nearest
 
 _STRATEGIES = {
     "ddp": "dp=ddp",
@@ -81,8 +81,9 @@ _LINES = {
     "lora use_lora use_peft": "adapter=lora",
     "qlora use_qlora": "adapter=qlora",
     "dora use_dora": "adapter=dora",
-    "lora_r lora_rank": "adapter=lora adapter.r={value}",
-    "lora_alpha": "adapter=lora adapter.alpha={value}",
+    "lora_r lora_rank lora.r lora.rank peft.r peft.rank adapter.rank": "adapter=lora adapter.r={value}",
+    "lora_alpha lora.alpha": "adapter=lora adapter.alpha={value}",
+    "lora_dropout lora.dropout": "adapter=lora adapter.dropout={value}",
     "save_steps save_interval checkpointing_steps "
     "checkpoint.interval checkpoint.every": "checkpoint.every_n_steps={value}",
     "save_total_limit keep_latest_k": "checkpoint.keep_last={value}",
@@ -180,23 +181,52 @@ def line_for_option(group: str, option: str, options: Mapping[str, Mapping[str, 
     return f"{group}=custom {group}._target_={option}" if is_class and "custom" in options.get(group, ()) else ""
 
 
+def option_meant(group: str, option: str, options: Iterable[str]) -> str:
+    """The option of a group that was meant; empty if it is like none, as a model or data that is called otherwise."""
+    return nearest(option, options, 0.7) if group in _BY_PATH else nearest(option, options)
+
+
 def line_for_name(group: str, name: str) -> str:
     """What to write for the name of a model or of data that is like no option of ours; empty for other groups."""
     return f"{_BY_PATH[group]}=OWNER/{name}" if name and group in _BY_PATH else ""
 
 
-def slip(override: str, key: str, value: str) -> ConfigError | None:
-    """What to write in place of a key of another tool; None if it is none that is known."""
+def _axis_given_twice(value: str) -> str:
+    """The axis that a mesh has twice (`2xdp2`, `mp2xtp2`), of which not every size has a name; empty if there is none.
+
+    Of meshes with names alone, `parse_mesh` says it.
+    """
+    first, *rest = value.split("x")
+    parts = [re.fullmatch(r"([a-z]+)(-1|\d+)", part) for part in rest]
+    if not re.fullmatch(r"-1|\d+", first) or None in parts:
+        return ""
+    axes = ["dp", *(AXIS_SPELLINGS.get(part[1], "") for part in parts if part)]
+    return next((axis for axis in axes if axis and axes.count(axis) > 1), "")
+
+
+def slip(override: str, key: str, value: str, task: str = "") -> ConfigError | None:
+    """What to write in place of a key of another tool; None if it is none that is known.
+
+    Args:
+        task: what is done with the config; `plan` is asked for nodes by its cluster.
+    """
     if key.startswith("mesh.") and (axis := AXIS_SPELLINGS.get(key[5:])):
         return ConfigError(override, f"the axis is called {axis} here", write=f"mesh.{axis}={value}")
     if key == "mesh" and (shape := shape_meant(value)):
         return ConfigError(override, "not a mesh shape", write=f"mesh={shape}")
-    ending = value.rpartition(".")[2]
+    if key == "mesh" and (axis := _axis_given_twice(value)):
+        problem = f"{axis} is given twice: the size without a name, in front, is that of dp"
+        allowed = "sizes of dp, mp, pp, cp in this order (2x2), or each by its name (dp2xmp2)"
+        return ConfigError(override, problem, allowed)
+    ending = value.rpartition(".")[2] if "." in value else ""
     if key in _BY_PATH and ("/" in value or ending in ("json", "jsonl", "parquet", "arrow", *_BY_FILE)):
         line = _BY_FILE.get(ending, _BY_PATH[key]) if key == "data" else _BY_PATH[key]
         return ConfigError(override, f"names no option: {key} has a path", write=f"{line}={value}")
     if line := foreign_line(key, value):
         problem = "no such key: another tool calls it so"
+        if task == "plan" and line.startswith("launch=slurm launch.nodes=") and re.fullmatch(r"[1-9]\d*", value):
+            allowed = f"cluster.nodes={value} beside a cluster; {line} for the job of a mesh that is typed"
+            return ConfigError(override, problem, allowed, f"cluster=h100x{8 * int(value)}")
         allowed = _PER_DEVICE if line.endswith("...") else _NO_FP16 if re.search(r"fp16|float16|half", override) else ""
         return ConfigError(override, problem, allowed, line)
     if key in AXIS_SPELLINGS and re.fullmatch(r"-?\d+", value):
