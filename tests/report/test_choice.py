@@ -26,6 +26,7 @@ from tests.report.choice_cases import (
     CHOICES,
     GIB,
     STRANGE,
+    alternative,
     explanation,
     huge,
     nothing_fits,
@@ -71,6 +72,14 @@ def ways_in(lines: list[str]) -> list[str]:
 def test_what_differs_is_shown_as_a_whole(width: int) -> None:
     rows = section(page_of(usual(), width), "alternatives")
     assert "vs chosen" in rows[0] and "…" not in "".join(rows)
+
+
+@pytest.mark.parametrize("width", [60, 79, 80])
+def test_names_of_schedules_are_whole(width: int) -> None:
+    choice = usual()
+    choice["alternatives"].insert(0, alternative("dp2xmp2xpp2xcp2", 4.5, 30.0, "pp=interleaved_zero_bubble"))
+    for full in (True, False):
+        assert "interleaved_zero_bubble" in "\n".join(page_of(choice, width, full=full))
 
 
 def test_the_decision() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +33,7 @@ from autolaunch.report.choice_words import (
     rejected_rows,
     thinned,
 )
-from autolaunch.report.page import Page, Phrases, rows_shown
+from autolaunch.report.page import NARROW, Page, Phrases, rows_shown
 from autolaunch.report.readable import (
     TimeUnit,
     difference,
@@ -236,6 +236,8 @@ def _ranking(
 ) -> Table:
     """Ways to run it as a table; of all but the chosen one, the options that are other than there.
 
+    On a narrow terminal the options stand below the mesh: beside it is no room for the name of a schedule.
+
     Args:
         short: without a line below the head.
     """
@@ -243,8 +245,12 @@ def _ranking(
     table = Table(box=None if short else page.box, header_style="dim", **look)
     if numbered:
         table.add_column("", justify="right", no_wrap=True)
-    table.add_column("mesh", overflow="fold")
-    table.add_column("what differs" if choice.get("chosen") else "options", overflow="fold", ratio=1)
+    heads, is_narrow = ["mesh", "what differs" if choice.get("chosen") else "options"], page.width < NARROW
+    if is_narrow:
+        table.add_column(", ".join(heads), overflow="fold", ratio=1)
+    else:
+        table.add_column(heads[0], overflow="fold")
+        table.add_column(heads[1], overflow="fold", ratio=1)
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("vs chosen", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
@@ -253,7 +259,10 @@ def _ranking(
     for number, way in enumerate(WayWords.of(rows, choice), start=1):
         phrases = [] if way.chosen else [page.writable(option) for option in way.options]  # the panel says the chosen's
         options: RenderableType = Phrases(phrases, page.writable(way.note), "" if way.chosen else "dim")
-        cells: list[RenderableType] = [Text(page.writable(way.mesh)), options, way.time, way.slower, way.memory]
+        way_cells: list[RenderableType] = [Text(page.writable(way.mesh)), options]
+        if is_narrow:
+            way_cells = [Group(*way_cells) if phrases or way.note else way_cells[0]]
+        cells: list[RenderableType] = [*way_cells, way.time, way.slower, way.memory]
         if numbered:
             cells = [str(number), *cells, Text(way.fits, style=FITS.get(way.fits, ""))]
         table.add_row(*cells, style="bold" if way.chosen else "")
