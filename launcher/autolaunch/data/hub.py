@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from autolaunch.data.documents import TEXT_SUFFIXES
 from autolaunch.data.rows import ROW_SUFFIXES, without_empty
@@ -247,6 +246,8 @@ def _library(where: str) -> Any:
 @cache
 def _has_no_network() -> bool:
     """Whether the hub's address is not even known here."""
+    from urllib.request import getproxies  # with all of http, which nothing else here needs
+
     if getproxies():
         return False
     host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname

@@ -7,16 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from autolaunch.directories import shown
 from autolaunch.job import write_beside
-from autolaunch.report.page import framed_table
 from autolaunch.report.readable import counted
 from autolaunch_strategies.config import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SUMMARY, METRICS = "summary.json", "metrics.csv"
 
@@ -85,6 +84,10 @@ def read_ends(sweep: Path) -> list[JobEnd]:
 
 def print_table(jobs: Sequence[JobEnd], sweep_dir: Path, console: Console) -> None:
     """Print one row per job: number, what it has of its own, status, loss, step time, directory in the sweep's."""
+    from rich.text import Text
+
+    from autolaunch.report.page import framed_table
+
     interrupted = sum(job.status == "interrupted" for job in jobs)
     failed = sum(job.exit_code != 0 for job in jobs) - interrupted
     outcome = f"{failed} failed" + (f", {interrupted} interrupted" if interrupted else "")

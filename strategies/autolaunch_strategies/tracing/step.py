@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -31,6 +30,8 @@ class Step:
     @contextmanager
     def on_shapes(self) -> Iterator[Callable[[], Any]]:
         """Gives what does it on fake tensors, the parameters of `root` included. Nothing is left changed."""
+        from lightning_utilities.core.apply_func import apply_to_collection
+
         given = self.arguments()
         with on_shapes_alone(), attributes_kept(self.root):
             # Batches are of more types than calls: dataclasses, or mappings such as `transformers`' BatchEncoding.
