@@ -119,9 +119,11 @@ def _without_adapters(module: nn.Module) -> nn.Module:
 
 def _stacked(name: str, module: nn.Module) -> Mixture | ConfigError | None:
     """Parameters of all experts in one module, as in `transformers` from 5.0 on: `num_experts` says how many."""
-    own = dict(module.named_parameters(recurse=False))
     experts = module.__dict__.get("num_experts")
-    if not isinstance(experts, int) or not any(parameter.dim() == 3 for parameter in own.values()):
+    if not isinstance(experts, int):
+        return None
+    own = dict(module.named_parameters(recurse=False))
+    if not any(parameter.dim() == 3 for parameter in own.values()):
         return None
     if any(parameter.dim() == 0 or parameter.shape[0] != experts for parameter in own.values()):
         return refusal(name, module, "not all of its parameters are one of each expert")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.data_parallel.sharding import linear_weights
 from autolaunch_strategies.experts.auxiliary import router_losses
@@ -68,11 +70,7 @@ class Assembly:
         before_names, shared = self._parameters_before(of_blocks)
         firsts = list(dict.fromkeys(look.kind_of.values()))
         inside = {self.subject.prefix + item for item in itertools.chain(before_names, *of_blocks.values())}
-        after_names = [
-            item.removeprefix(self.subject.prefix)
-            for item, _ in self.subject.root.named_parameters()
-            if item not in inside
-        ]
+        after_names = [item.removeprefix(self.subject.prefix) for item in self._parameters if item not in inside]
         before = self._part("before", look.before, two.before, three.before, before_names)
         kinds = tuple(self._block(first, of_blocks[first]) for first in firsts)
         after = self._part("after", look.after, two.after, three.after, after_names)
@@ -154,14 +152,20 @@ class Assembly:
         return names, shared
 
     @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Name in the root -> parameter; going through a large model takes milliseconds each time."""
+        return dict(self.subject.root.named_parameters())
+
+    @cached_property
     def _linear(self) -> frozenset[str]:
         """Parameters of the model that linear layers alone hold."""
         return frozenset(name.removeprefix(self.subject.prefix) for name in linear_weights(self.subject.root))
 
     def _counts(self, names: Sequence[str]) -> tuple[int, int]:
         """(elements of parameters, of which sharded)."""
-        sizes = {name: item.numel() for name, item in self.subject.root.named_parameters()}
-        known = {name: sizes.get(self.subject.prefix + name, sizes.get(name, 0)) for name in names}
+        held = self._parameters
+        items = {name: held.get(self.subject.prefix + name, held.get(name)) for name in names}
+        known = {name: 0 if item is None else item.numel() for name, item in items.items()}
         return sum(known.values()), sum(size for name, size in known.items() if name in self.sharding.dims)
 
     # --- parts ---
@@ -239,7 +243,7 @@ class Assembly:
             for puts_off in (False, True)
         )
         matmuls, attention = _calls(one, less)
-        trained = {own for own, parameter in self.subject.root.named_parameters() if parameter.requires_grad}
+        trained = {own for own, parameter in self._parameters.items() if parameter.requires_grad}
         trained_here = self._counts([own for own in names if {own, self.subject.prefix + own} & trained])[0]
         return Part(
             name=name,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from autolaunch_strategies.experts.find import countable_mixtures
+from autolaunch_strategies.experts.find import Mixture, countable_mixtures
 from autolaunch_strategies.model.example_inputs import BATCH, POSITIONS, ExampleInputs
 from autolaunch_strategies.planner.device_functions import functions_of
 from autolaunch_strategies.planner.operators import Tape
@@ -71,36 +72,50 @@ class ModelCall:
             stack.enter_context(on_shapes_alone())
             state = self._state(tape, unused)
             fake_args, fake_kwargs = fake_inputs(args, kwargs, dtype)
-            stack.enter_context(_experts_seen([item.module for item in countable_mixtures(model)], tape))
+            stack.enter_context(_experts_seen([item.module for item in self._mixtures], tape))
             stack.enter_context(parts_intercepted(self.subject.blocks, block))
             stack.enter_context(_default_dtype(dtype))
             stack.enter_context(functions_of(self.device_type, tape, autocast))
             stack.enter_context(recorder.watching())
             yield lambda: recorder.call(state, fake_args, fake_kwargs)
 
-    def _state(self, tape: Tape, unused: Collection[str]) -> dict[str, torch.Tensor]:
-        """Parameters and buffers of the model, in the types of the run."""
-        model, run_dtype = self.subject.model, PRECISIONS[self.precision][0]
-        state: dict[str, torch.Tensor] = {}
-        blocks = tuple(f"{name}." for name in unused)
-        used = {
-            id(item)
-            for name, item in model.named_parameters(remove_duplicate=False)
-            if not (blocks and name.startswith(blocks))
-        }
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in used:
-                continue
-            dtype = self.param_dtype or run_dtype
-            state[name] = fake_like(parameter, dtype if parameter.is_floating_point() else None)
+    # Found once for a model as it is: going through a large one takes milliseconds each time.
+
+    @cached_property
+    def _mixtures(self) -> list[Mixture]:
+        return countable_mixtures(self.subject.model)
+
+    @cached_property
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter); of one that has several names each."""
+        return list(self.subject.model.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def _buffers(self) -> list[tuple[str, torch.Tensor, bool]]:
+        """(name, buffer, whether it is saved)."""
+        model = self.subject.model
         unsaved = {
             id(buffer)
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if name in module._non_persistent_buffers_set
         }
-        for name, buffer in model.named_buffers():
-            converted = run_dtype is not None and buffer.is_floating_point() and id(buffer) not in unsaved
+        return [(name, buffer, id(buffer) not in unsaved) for name, buffer in model.named_buffers()]
+
+    def _state(self, tape: Tape, unused: Collection[str]) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the model, in the types of the run."""
+        run_dtype = PRECISIONS[self.precision][0]
+        state: dict[str, torch.Tensor] = {}
+        blocks = tuple(f"{name}." for name in unused)
+        used = {id(item) for name, item in self._parameters if not (blocks and name.startswith(blocks))}
+        first_names = {id(item): name for name, item in reversed(self._parameters)}
+        for name, parameter in self._parameters:
+            if id(parameter) not in used or first_names[id(parameter)] != name:
+                continue
+            dtype = self.param_dtype or run_dtype
+            state[name] = fake_like(parameter, dtype if parameter.is_floating_point() else None)
+        for name, buffer, is_saved in self._buffers:
+            converted = run_dtype is not None and buffer.is_floating_point() and is_saved
             state[name] = fake_like(buffer, (self.param_dtype or run_dtype) if converted else None)
         for name, tensor in state.items():
             tape.add_state(name, tensor, self.sharding.dims.get(name))

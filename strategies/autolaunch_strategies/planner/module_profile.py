@@ -91,6 +91,7 @@ def profile_module(
 def _passes(
     model_call: ModelCall, inputs: ExampleInputs, positions: int | None, placeholders: Mapping[str, str]
 ) -> Assembly:
+    model_call = replace(model_call)  # of the model as it is now: parts of it may have been stepped over since
     args, kwargs, length = sized_inputs(inputs, 1, positions)
     look = FirstLook(model_call, args, kwargs)
     two, three = (MeasuredPass(model_call, look, *sized_inputs(inputs, batch, positions)[:2]) for batch in (2, 3))
