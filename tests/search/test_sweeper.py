@@ -275,8 +275,8 @@ def test_faults_are_named(command: Callable[..., Outcome], trials: Trials) -> No
         if end != end:
             directory = trials.jobs[-1].output_dir
             (directory / "metrics.csv").write_text("step,loss,grad_norm,lr,tokens,step_time_s\n3,nan,1.0,0.1,64,0.5\n")
-            (directory / "summary.json").write_text('{"status": "finished", "steps": 3}')
-            return RunEnd("finished", 0)
+            (directory / "summary.json").write_text('{"status": "failed", "steps": 3}')
+            return RunEnd("failed", 1, message="the run failed: loss nan: the weights are not finite")
         return end
 
     failing: dict[str, int] = {}

@@ -51,6 +51,8 @@ def read_outcome(directory: Path, steps: int, launcher_error: str = "") -> Outco
     seconds = tuple(row["step_time_s"] for row in rows if row["step"] > WARM_UP and row["step_time_s"] is not None)
     memory = summary.get("peak_memory_bytes")
     status = end.get("status")
+    bad = next((row for row in rows if row["loss"] is not None and not math.isfinite(row["loss"])), None)
+    diverged = f"the loss of step {bad['step']} is {bad['loss']}" if bad else ""
     if status is None:
         # A job that was cut off by its queue may have done all that it was asked for.
         if summary.get("status") != "finished":
@@ -66,10 +68,11 @@ def read_outcome(directory: Path, steps: int, launcher_error: str = "") -> Outco
         message = str(end.get("message", ""))
         reason = _first_line(message) or str(summary.get("error") or status)
         full = MEMORY.search(reason) or CHAINED.search(message)
-        kind = OUT_OF_MEMORY if full else LOST if status == "interrupted" else CRASH
-        return Outcome(kind, reason, memory_bytes=memory)
-    if bad := next((row for row in rows if row["loss"] is not None and not math.isfinite(row["loss"])), None):
-        return Outcome(NOT_A_NUMBER, f"the loss of step {bad['step']} is {bad['loss']}", memory_bytes=memory)
+        if full or status == "interrupted" or not diverged:  # what diverges fails, too
+            kind = OUT_OF_MEMORY if full else LOST if status == "interrupted" else CRASH
+            return Outcome(kind, reason, memory_bytes=memory)
+    if diverged:
+        return Outcome(NOT_A_NUMBER, diverged, memory_bytes=memory)
     if not seconds:
         done = summary.get("steps")
         return Outcome(CRASH, f"it finished, but after {done} steps: more than {WARM_UP} are needed for a time")
