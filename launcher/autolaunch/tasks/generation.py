@@ -71,8 +71,8 @@ def generate(
             f"up to {longest - 1} tokens",
         )
     width = -(-(longest_prompt + sampling.max_new_tokens) // multiple) * multiple
-    if longest is not None:
-        width = min(width, max(longest // multiple * multiple, longest_prompt + 1))
+    if longest is not None:  # a length that does not divide is padded within blocks: no mesh makes a text shorter
+        width = min(width, longest)
     tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
