@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 from autolaunch_strategies import MeshStrategy
 from autolaunch_strategies.config import ConfigError, parallel_config, parse_mesh
+from autolaunch_strategies.data_parallel.loader import DistributedLoader, Share
 from autolaunch_strategies.data_parallel.order import Order
 from autolaunch_strategies.lightning.batches import Batches
 from autolaunch_strategies.lightning.refusals import refuse_callbacks, refuse_scaler
@@ -371,6 +372,29 @@ def test_an_evaluated_batch_has_a_weight_of_its_own() -> None:
     with batches.evaluation_step(pl.LightningModule()):
         assert batches.weight == 1.0
     assert batches.weight == 0.0
+
+
+def test_a_batch_of_several_loaders_counts_where_this_rank_has_a_part_of_each() -> None:
+    """Of a loader that has ended it has none, and of what is repeated to keep step it has none that counts."""
+    loaders = [DistributedLoader(DataLoader(range(8)), Share(1, 2), world=1) for _ in range(2)]  # type: ignore[arg-type]
+    combined, batches = SimpleNamespace(_mode="max_size", flattened=loaders), cast(Any, Batches("global"))
+    batches._trainer = SimpleNamespace(_evaluation_loop=SimpleNamespace(_combined_loader=combined), _results=None)
+
+    def weight(*drawn: float | None) -> float:
+        for loader, item in zip(loaders, drawn, strict=True):
+            loader.weights.extend([] if item is None else [item])
+        with batches.evaluation_step(pl.LightningModule()):
+            return batches.weight
+
+    assert (weight(1, 1), weight(0.75, 1), weight(0.75, None), weight(0, None), weight(0, 0)) == (1, 1, 0.75, 0, 0)
+    with pytest.raises(ConfigError) as caught:
+        weight(1, 0)
+    assert_told(
+        caught.value,
+        "dataloader: CombinedLoader(mode='max_size')",
+        "several loaders",
+        write="DataLoader(..., drop_last=True)",
+    )
 
 
 def test_ranks_do_not_look_for_a_batch_size_each() -> None:

@@ -144,9 +144,20 @@ class Batches:
     def _evaluation_weight(self, number: int) -> float:
         assert self._trainer is not None
         combined = self._trainer._evaluation_loop._combined_loader
-        if combined is None or combined._mode != "sequential":
+        if combined is None:
             return 1.0
-        return _drawn_weight(combined.flattened[number])
+        of_batch = combined.flattened[number : number + 1] if combined._mode == "sequential" else combined.flattened
+        weights = {_drawn_weight(loader) for loader in of_batch}
+        drawn = {weight for weight in weights if weight is not None}  # of one that has ended nothing is in the batch
+        if len(drawn) > 1 and 0 in drawn:
+            raise ConfigError(
+                f"dataloader: CombinedLoader(mode={combined._mode!r})",
+                "of a batch of several loaders a rank along dp has a part of some and none of others, so that what it "
+                "logs can be counted neither with it nor without",
+                "batch sizes that divide; or the loaders in a list, to be gone through one after the other",
+                "DataLoader(..., drop_last=True)",
+            )
+        return drawn.pop() if len(drawn) == 1 else 1.0
 
     def _predict(self, step: Callable[..., None], batch: Any, index: int, number: int, *args: Any) -> None:
         """`step` of the loop that predicts, for a batch of its loader of that number.
@@ -157,7 +168,8 @@ class Batches:
         assert self._trainer is not None
         loop, trainer = self._trainer.predict_loop, cast(Any, self._trainer)
         assert loop._combined_loader is not None
-        weight = _drawn_weight(loop._combined_loader.flattened[number])
+        drawn = _drawn_weight(loop._combined_loader.flattened[number])
+        weight = 1.0 if drawn is None else drawn
         if weight > 0:
             with self._weighing(weight):
                 step(batch, index, number, *args)
@@ -286,12 +298,12 @@ def _rows(found: Any) -> int | None:
     return len(found) if isinstance(found, Tensor | np.ndarray) and found.ndim else None
 
 
-def _drawn_weight(loader: Any) -> float:
-    """The weight of the next batch that `loader` has handed out; with that it is used up."""
+def _drawn_weight(loader: Any) -> float | None:
+    """The weight of the next batch that `loader` has handed out, which is used up then; None if none is known of."""
     if isinstance(loader, DistributedLoader):
-        return loader.weights.popleft() if loader.weights else 1.0
+        return loader.weights.popleft() if loader.weights else None
     shared = getattr(getattr(loader, "batch_sampler", None), "_batch_sampler", None)
-    return shared.share.weight(shared.sizes.popleft()) if isinstance(shared, IndexShare) and shared.sizes else 1.0
+    return shared.share.weight(shared.sizes.popleft()) if isinstance(shared, IndexShare) and shared.sizes else None
 
 
 def _accumulated(result: Any) -> dict[str, Any]:
