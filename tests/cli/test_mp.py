@@ -118,7 +118,7 @@ def test_a_plan_is_shown_with_reasons_and_can_be_run(command: Commands, alone: R
     )
     planned = command("plan", "mesh=1x2", "mp=tensor_parallel", typed)
     screen = " ".join(planned.screen.split())
-    assert "mp tensor_parallel · 5 rules · 1 rule matching nothing" in screen
+    assert "mp tensor_parallel · 5 rules · 1 rule without effect" in screen
     assert "mp model.layers.*.self_attn.(q|k|v)_proj: ColWiseParallel (6 modules; the model's plan)" in screen
     assert "mp model.layers.*.mlp.(gate|up)_proj: ColWiseParallel (4 modules; mp.plan)" in screen
     assert "mp.plan: lm_haed matches nothing; the nearest names are lm_head" in screen

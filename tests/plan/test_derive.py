@@ -16,10 +16,10 @@ from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.model.example_inputs import example_inputs
 from autolaunch_strategies.plan.choose import plan_for
 from autolaunch_strategies.plan.derive import derive_plan
-from autolaunch_strategies.plan.rules import Rule, read_plan
+from autolaunch_strategies.plan.rules import Rule, merge_plans, read_plan
 from autolaunch_strategies.plan.transformers_plans import transformers_plan
 from autolaunch_strategies.tensor.model_parallel import matched
-from autolaunch_strategies.tensor.share import share_in_words, share_per_rank
+from autolaunch_strategies.tensor.share import forestalled, share_in_words, share_per_rank
 from tests.support.messages import Told, assert_only_told
 from tests.support.tiers import in_turn, tiered
 from tests.support.zoo import CAUSAL, Encoder, Layer, VisionTransformer, made, make
@@ -357,6 +357,18 @@ def test_the_share_in_words() -> None:
         "each rank holds 100% of the parameters; whole on all of them: "
         "rows.weight_ih_l* 48%, rows.weight_hh_l* 48%, rows.bias_ih_l* 2%"
     )
+
+
+def test_a_rule_that_others_forestall_is_told() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    base = read_plan({"[01]": C}, "the model's plan")
+
+    def told(plan: dict[str, Any]) -> list[str]:
+        return forestalled(model, matched(model, merge_plans(base, plan))[0], 2)
+
+    (warning,) = told({"0": R})
+    assert warning.startswith("mp.plan: 0 shards nothing") and "before it stands [01] (null" in warning
+    assert told({"0": R, "[01]": None}) == told({"[01]": R}) == told({"1": ["SequenceParallelEnd", G]}) == []
 
 
 def test_a_forward_that_needs_data_is_an_error() -> None:

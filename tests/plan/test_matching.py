@@ -101,6 +101,14 @@ def test_merging_replaces_removes_and_adds() -> None:
     }
 
 
+def test_a_null_for_a_rule_that_there_is_not_is_a_warning() -> None:
+    base = read_plan({"layers.*.fc1": "ColWiseParallel", "head": "RowWiseParallel"})
+    matches, warnings = match_rules(merge_plans(base, {"layers.0.fc1": None, "head": None}), PARAMETERS)
+    assert [match.module for match in matches] == [f"layers.{layer}.fc1" for layer in (0, 1, 2, 10)]
+    said = "null removes nothing, no rule has this pattern; did you mean layers.*.fc1?"
+    assert warnings == [f"mp.plan: layers.0.fc1: {said}"]
+
+
 def made(style: Any) -> Any:
     return build_style(read_plan({"a": style})[0].styles[0], "a")
 

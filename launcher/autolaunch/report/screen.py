@@ -242,7 +242,7 @@ def _plan(job: Mapping[str, Any], describe: Mapping[str, Any]) -> str:
     return joined(
         job["mp"]["name"],
         counted(len(mp.get("plan", {})), "rule"),
-        counted(len(mp["warnings"]), "rule") + " matching nothing" if mp.get("plan") and mp.get("warnings") else "",
+        counted(len(mp["warnings"]), "rule") + " without effect" if mp.get("plan") and mp.get("warnings") else "",
         mp.get("share", ""),
         f"keys and values gathered ({kv_heads} heads for {ranks} ranks)" if kv_heads % ranks else "",
     )

@@ -55,7 +55,7 @@ from autolaunch_strategies.plan.derive import NothingToShard
 from autolaunch_strategies.plan.rules import Rule, read_plan
 from autolaunch_strategies.tensor.hooked import refuse_hooked
 from autolaunch_strategies.tensor.model_parallel import ModelParallelModule, account_of_plan, apply_plan, matched
-from autolaunch_strategies.tensor.share import share_in_words, share_per_rank
+from autolaunch_strategies.tensor.share import forestalled, share_in_words, share_per_rank
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step as TracedStep
 from autolaunch_strategies.training.batch_statistics import batch_norms, share_batch_statistics
@@ -247,6 +247,7 @@ class Styles(Step):
         self.share = ""
         if look.config.mesh.mp > 1 and next(self.model.parameters(), None) is not None:
             self.share = share_in_words(*share_per_rank(self.model, self.matches, look.config.mesh.mp, parts))
+            self.warnings += forestalled(self.model, self.matches, look.config.mesh.mp)
         self.marked, self.context = Marked(), dict[str, Any]()
         if look.config.mesh.cp > 1:
             assert look.config.cp is not None

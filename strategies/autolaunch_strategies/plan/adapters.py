@@ -69,7 +69,7 @@ def carried_over(rules: Iterable[Rule], model: nn.Module) -> list[Rule]:
 
 
 def _carried_over(rule: Rule, adapters: Mapping[str, _Adapter], plain: list[str], names: list[str]) -> Iterator[Rule]:
-    matches = matching(rule.pattern, plain)
+    matches = [] if rule.removes_nothing else matching(rule.pattern, plain)
     within = {name: holder for name in matches if (holder := _holder(name, adapters)) is not None}
     if not within:
         yield rule

@@ -78,7 +78,7 @@ def _rules_with(rules: Iterable[Rule], of_context: bool) -> list[Rule]:
     kept = []
     for rule in rules:
         styles = tuple(style for style in rule.styles if is_context_style(style) == of_context)
-        if styles:
+        if styles or (rule.removes_nothing and not of_context):
             kept.append(dataclasses.replace(rule, styles=styles))
     return kept
 

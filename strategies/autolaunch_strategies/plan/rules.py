@@ -61,6 +61,8 @@ class Rule:
     styles: tuple[StyleSpec, ...]
     reason: str = ""
     source: str = "mp.plan"
+    removes_nothing: bool = False
+    """Whether it is what is left of a null for a rule that there is not, to be told."""
 
     def to_yaml(self) -> Any:
         """The right-hand side of the rule in a plan."""
@@ -96,13 +98,21 @@ def read_plan(plan: Any, source: str = "mp.plan", reasons: Mapping[str, str] | N
 def merge_plans(base: Iterable[Rule], plan: Mapping[str, Any] | None, source: str = "mp.plan") -> list[Rule]:
     """`plan` over `base`: a rule with the same pattern takes the place of the base's, null removes it, others follow.
 
+    A null for a pattern that the base does not have stays, as a rule that removes nothing, for `match_rules` to tell.
+
     Raises:
         ConfigError: as `read_plan`.
     """
     changed = {rule.pattern: rule for rule in read_plan(plan, source)}
     removed = {pattern for pattern, styles in (plan or {}).items() if styles is None}
+    base = list(base)
     kept = [changed.pop(rule.pattern, rule) for rule in base if rule.pattern not in removed]
-    return [*kept, *changed.values()]
+    idle = removed - {rule.pattern for rule in base}
+    return [
+        *kept,
+        *changed.values(),
+        *(Rule(pattern, (), source=source, removes_nothing=True) for pattern in sorted(idle)),
+    ]
 
 
 def _read_style(style: Any, where: str) -> StyleSpec:
@@ -163,9 +173,10 @@ def match_rules(
             module or parameter, it means that one: the root is not ``model`` if it has a child ``model``.
 
     Returns:
-        the matches, and a warning for every rule that matches nothing, with the nearest names.
+        the matches, and a warning for every rule that matches or removes nothing, with the nearest names.
     """
-    rules = list(rules)
+    listed = list(rules)
+    rules = [rule for rule in listed if not rule.removes_nothing]
     names_of_parameters = {f"{name}.{own}" if name else own for name, names in parameters.items() for own in names}
     used: set[int] = set()
     matches = []
@@ -193,6 +204,12 @@ def match_rules(
             close = nearest_names(rule.pattern, [name for name in parameters if name])
             meant = f"; the nearest names are {', '.join(close)}" if close else ""
             warnings.append(f"{rule.source}: {rule.pattern} matches nothing{meant}")
+    patterns = [rule.pattern for rule in rules]
+    for rule in listed:
+        if rule.removes_nothing:
+            similar = nearest(rule.pattern, patterns)
+            known = f"did you mean {similar}?" if similar else f"there are {', '.join(patterns) or 'none'}"
+            warnings.append(f"{rule.source}: {rule.pattern}: null removes nothing, no rule has this pattern; {known}")
     return matches, warnings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import nn
@@ -53,6 +53,26 @@ def placed_by(model: nn.Module, matches: Iterable[Match], ranks: int) -> Iterato
             style = build_style(spec, f"{match.rule.source}: {match.rule.pattern}")
             for name, dim in style.sharded_dims(module, match.only, ranks).items():
                 yield match, module.get_parameter(name), dim
+
+
+def forestalled(model: nn.Module, matches: Sequence[Match], ranks: int) -> list[str]:
+    """A warning for every rule of `mp.plan` that means to shard layers which rules before it shard along other dims."""
+    first: dict[int, tuple[Match, int]] = {}
+    before: dict[str, dict[str, None]] = {}
+    others: set[str] = set()
+    for match, parameter, dim in placed_by(model, matches, ranks):
+        placed, along = first.setdefault(id(parameter), (match, dim))
+        if placed.module == match.module and along != dim:  # else it is the same, or tied to another module's
+            before.setdefault(match.rule.pattern, {})[placed.rule.pattern] = None
+        else:
+            others.add(match.rule.pattern)
+    of_plan = {match.rule.pattern for match in matches if match.rule.source == "mp.plan"}
+    return [
+        f"mp.plan: {pattern} shards nothing: the first rule counts, and before it stands {', '.join(rules)} "
+        "(null removes it)"
+        for pattern, rules in before.items()
+        if pattern in of_plan - others
+    ]
 
 
 def share_in_words(share: float, whole: dict[str, float]) -> str:
