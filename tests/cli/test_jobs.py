@@ -51,6 +51,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ResolvedJob, bool]]:
             case 6:
                 save(str(job.output_dir))
                 return RunEnd("failed", 1, message="rank 1 of 2 failed: killed by SIGKILL")
+            case 8:
+                save(str(job.output_dir))
+                return RunEnd("interrupted", 130, message="stopped by Ctrl-C; every rank has ended")
             case 7:
                 job.path.unlink()
                 return RunEnd("failed", 1, message="rank 1 of 2 failed: killed by SIGKILL")
@@ -449,7 +452,18 @@ def test_a_run_that_is_killed_says_what_it_has_saved(
     assert killed.endswith("killed by SIGKILL") and saved.endswith("out/checkpoints/step_0000004.ckpt")
     assert line == f"to go on: the same command with output_dir={tmp_path}/out ckpt_path=last"
     assert "to go on" not in command("seed=1", "output_dir=other")[2]
+    assert "to go on" not in command("seed=3", "output_dir=stopped")[2]
     assert command("seed=7", "output_dir=deleted")[2].splitlines()[-1].endswith("killed by SIGKILL")
+
+
+def test_so_does_one_that_a_second_signal_ends_at_once(
+    command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]], tmp_path: Path
+) -> None:
+    code, _, err = command("seed=8", "output_dir=out")
+    stopped, saved, line = err.splitlines()[:3]
+    assert code == 130 and stopped == "stopped by Ctrl-C; every rank has ended"
+    assert saved.endswith("out/checkpoints/step_0000004.ckpt")
+    assert line == f"to go on: the same command with output_dir={tmp_path}/out ckpt_path=last"
 
 
 def test_a_sweep_writes_over_no_other(command: Callable[..., Outcome], ran: list[tuple[ResolvedJob, bool]]) -> None:

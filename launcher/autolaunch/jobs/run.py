@@ -516,10 +516,14 @@ def run_job(config: DictConfig, choice: dict[str, Any] | None = None, ended: lis
 
 
 def _to_go_on(job: ResolvedJob, end: RunEnd) -> str:
-    """What a failed run has saved before, and how to go on from it; empty if its message says so, or if it has not."""
+    """What a run that failed, or was ended at once, has saved before, and how to go on from it.
+
+    Empty if its message says so, or if it has saved nothing.
+    """
     newest = None
+    has_ended_early = end.status == "interrupted" or (end.status == "failed" and end.exit_code == FAILED)
     with contextlib.suppress(OSError):  # someone has deleted what is there: not what has to be told
-        newest = newest_checkpoint(job) if end.status == "failed" and end.exit_code == FAILED else None
+        newest = newest_checkpoint(job) if has_ended_early else None
     if newest is None or str(newest) in end.message:
         return ""
     there = as_typed("output_dir", job.output_dir)
