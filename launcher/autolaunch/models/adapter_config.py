@@ -31,6 +31,11 @@ _FIELDS = {
 }
 _OF_NAMES = ("target_modules", "target_parameters", "modules_to_save", "exclude")
 
+# How `init_lora_weights` of PEFT's config begins where loading the adapter changes the frozen weights, too.
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Fields of kinds that are more than parameters: positions, losses, buffers, other adapters.
+_VARIANTS = ("alora_invocation_tokens", "arrow_config", "monteclora_config", "velora_config")
+
 
 @dataclass(frozen=True)
 class AdapterSettings:
@@ -148,6 +153,7 @@ def _published(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
         raise ConfigError(
             where, f"its {CONFIG_FILE} can't be read: {type(error).__name__}: {error}", allowed
         ) from error
+    _check_kind(where, fields)
     if kind != ("lora" if adapter_cfg["name"] == "qlora" else adapter_cfg["name"]):
         known = kind in ("lora", "dora")
         raise ConfigError(where, f"it is of the kind {kind}", "lora, dora", f"adapter={kind}" if known else "")
@@ -172,6 +178,28 @@ def _published(adapter_cfg: Mapping[str, Any]) -> AdapterSettings:
         quant_type=_quant_type(adapter_cfg),
         **_settings(names),
     )
+
+
+def _check_kind(where: str, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError if PEFT makes more of a published adapter than parameters beside the weights of model.path."""
+    initial = str(fields.get("init_lora_weights")).lower()
+    changes = f"init_lora_weights={initial}" if initial.startswith(_CHANGES_THE_BASE) else ""
+    if changes or fields.get("kasa_config"):
+        raise ConfigError(
+            where,
+            f"its {CONFIG_FILE} says {changes or 'kasa_config'}: PEFT changes the frozen weights when it loads that, "
+            "and here they stay those of model.path",
+            "adapters beside weights as they are, which PEFT makes of it when it saves it with "
+            "path_initial_model_for_weight_conversion; or PEFT's merged model as model.path",
+        )
+    variant = next((key for key in _VARIANTS if fields.get(key)), None)
+    if variant is not None:
+        raise ConfigError(
+            where,
+            f"its {CONFIG_FILE} says {variant}: that is more than the parameters of its layers, and only these "
+            "are taken",
+            "LoRA and DoRA; others are part of a LightningModule of your own",
+        )
 
 
 def _names(value: Any) -> str | tuple[str, ...]:
