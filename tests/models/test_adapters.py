@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from autolaunch.config.schema import Adapter, Job
 from autolaunch.models import build_module
-from autolaunch.models.adapters import add_adapter
+from autolaunch.models.adapters import add_adapter, save_only
 from autolaunch.models.hf_export import write_transformers_files
-from autolaunch.tasks.export_adapter import MergedWeights, changed_ties
+from autolaunch.tasks.export_adapter import MergedWeights, changed_ties, write_adapter
 from autolaunch.tasks.run_parts import construct_module
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
@@ -83,6 +83,16 @@ def test_a_name_that_is_nothing_is_refused(keys: dict[str, Any], where: str, wri
     with pytest.raises(ConfigError) as error:
         built(job(name="lora", **keys))
     assert_told(error.value, where, "Llama", write=write)
+
+
+def test_what_embedding_and_head_train_together_is_saved() -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    module = lightning.LightningModule()
+    module.model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("one", "last", "frozen")})
+    module.model["last"].weight = module.model["one"].weight
+    module.model["frozen"].requires_grad_(False)
+    save_only(module, ["one.weight"])
+    assert set(module.state_dict()) == {"model.one.weight", "model.last.weight"}
 
 
 def test_a_layer_that_peft_cannot_adapt_is_refused() -> None:
@@ -192,6 +202,54 @@ def test_a_merged_model_has_what_an_adapter_made_of_a_shared_weight(
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) != apart
     ids = torch.arange(8)[None]
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)  # a sum of two products
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, "lm_head"),
+        ({"trainable_token_indices": [1, 5]}, None),
+        ({"lora_bias": True}, "q_proj has a bias"),
+    ],
+)
+def test_what_other_adapters_of_peft_have_is_exported(
+    fields: dict[str, Any], refused: str | None, tmp_path: Path
+) -> None:
+    """A weight that embedding and head both train, single rows of an embedding, biases that can't be merged."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    tied = "ensure_weight_tying" in fields
+    config = transformers.LlamaConfig(**shape, num_attention_heads=2, tie_word_embeddings=tied)
+    base = transformers.LlamaForCausalLM(config)
+    base.save_pretrained(tmp_path / "base")
+    published = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], **fields))
+    published.save_pretrained(tmp_path / "published")
+    keys = {**dataclasses.asdict(Adapter()), "name": "lora", "path": str(tmp_path / "published")}
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = add_adapter(model, keys, {"name": "hf"})
+    with torch.no_grad():
+        trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        for item in trained.values():
+            item.add_(torch.randn_like(item))
+    write_adapter(tmp_path, adapted, {name: item.detach() for name, item in trained.items()})
+    ids = torch.arange(8)[None]
+    expected = model.eval()(ids).logits
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path).eval()
+    torch.testing.assert_close(loaded(ids).logits, expected)
+    in_memory: Any = SimpleNamespace(tensor=torch.detach)
+    run: Any = SimpleNamespace(model=model, adapted=adapted)
+    plain = {"module": None, "model": {"name": "hf"}, "adapter": None}
+    if refused is not None:
+        with pytest.raises(ConfigError) as caught:
+            MergedWeights(plain, run, in_memory, trained)
+        assert_told(caught.value, "export_merged=true", refused, write="export_merged=false")
+        return
+    weights = MergedWeights(plain, run, in_memory, trained)
+    merged = transformers.LlamaForCausalLM(config)
+    merged.load_state_dict({name: weights.read(name) for name in weights.metas()})
+    torch.testing.assert_close(merged.eval()(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

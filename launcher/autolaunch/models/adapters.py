@@ -110,9 +110,11 @@ def save_only(module: LightningModule, names: Iterable[str]) -> None:
     """Leave frozen parameters out of what `module.state_dict()` returns, and so out of checkpoints.
 
     Args:
-        names: of the parameters that stay, in `module.model`; buffers stay, too.
+        names: of the parameters that stay, in `module.model`, under all of their names; buffers stay, too.
     """
-    kept = {f"model.{name}" for name in names}
+    known = dict(module.named_parameters(remove_duplicate=False))
+    stay = {id(known[f"model.{name}"]) for name in names}
+    kept = {name for name, parameter in known.items() if id(parameter) in stay}
 
     def keep(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         parameters = {f"{prefix}{name}": item for name, item in module.named_parameters(remove_duplicate=False)}

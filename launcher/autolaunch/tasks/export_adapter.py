@@ -28,7 +28,10 @@ def write_adapter(directory: Path, adapted: Adapted, values: Mapping[str, torch.
     Returns:
         Bytes of the parameters.
     """
-    tensors = {published: values[name].contiguous() for published, name in adapted.published.items()}
+    names, tensors = set[str](), {}
+    for published, name in adapted.published.items():  # layers may share what is trained; tensors in a file may not
+        tensors[published] = values[name].clone() if name in names else values[name].contiguous()
+        names.add(name)
     save_file(tensors, directory / WEIGHTS_FILE, {"format": "pt"})
     config = copy.copy(adapted.config)
     config.inference_mode = True
@@ -83,6 +86,18 @@ def _embedding_and_head(model: nn.Module) -> set[str]:
     return {name for name, part in model.named_modules() if any(part is end for end in ends)}
 
 
+def _check_biases(layers: Mapping[str, Any]) -> None:
+    """Raise ConfigError if there is nothing that the bias of an adapter (PEFT's lora_bias) can be added to."""
+    for name, layer in layers.items():
+        if getattr(layer, "lora_bias", {}).get(ADAPTER) and getattr(layer.get_base_layer(), "bias", None) is None:
+            raise ConfigError(
+                "export_merged=true",
+                f"the adapter of {name} has a bias, and the layer has none that it could be added to",
+                "the adapter alone, which PEFT loads",
+                "export_merged=false",
+            )
+
+
 class MergedWeights:
     """The weights of a model as if it had never had an adapter, with what that has learned added to them.
 
@@ -94,7 +109,8 @@ class MergedWeights:
         trained: the trained parameters, by their names in the model.
 
     Raises:
-        ConfigError: the files of the model that the run began from are gone, or others; as `changed_ties`.
+        ConfigError: the files of the model that the run began from are gone, or others; as `changed_ties`; the adapter
+            has biases where the model has none.
     """
 
     def __init__(
@@ -116,6 +132,7 @@ class MergedWeights:
         self._files = weight_files(config, module, construction)
         modules = list(self._model.named_modules())
         self._layers = [name for name, part in modules if isinstance(part, LoraLayer)]
+        _check_biases({name: self._model.get_submodule(name) for name in self._layers})
         self._copies = [name for name, part in modules if isinstance(part, AuxiliaryTrainingWrapper)]
         self._merged: tuple[str, dict[str, torch.Tensor]] = "", {}
 
@@ -145,8 +162,17 @@ class MergedWeights:
             return self._merged[1][base.removeprefix(f"{layer}.")].to(self._frozen(name).dtype)
         copied = next((copied for copied in self._copies if base.startswith(f"{copied}.")), None)
         if copied is not None:
-            return self._trained[f"{copied}.modules_to_save.{ADAPTER}{base.removeprefix(copied)}"]
+            return self._copied(copied, name, base)
         return self._trained[name] if name in self._trained else self._frozen(name)
+
+    def _copied(self, module: str, name: str, base: str) -> torch.Tensor:
+        """A weight of a module that is trained whole, or of an embedding of which single rows are."""
+        rows = f"{module}.token_adapter.trainable_tokens_delta.{ADAPTER}"
+        if rows not in self._trained:
+            return self._trained[f"{module}.modules_to_save.{ADAPTER}{base.removeprefix(module)}"]
+        which = self._model.get_submodule(f"{module}.token_adapter").token_indices[ADAPTER]  # type: ignore[index]
+        values = self._trained[rows]
+        return self._frozen(name).to(values.dtype, copy=True).index_copy_(0, torch.tensor(which), values)
 
     def _frozen(self, name: str) -> torch.Tensor:
         tensor = self._state[name]
