@@ -252,6 +252,20 @@ def test_what_other_adapters_of_peft_have_is_exported(
     torch.testing.assert_close(merged.eval()(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_merged_model_has_the_types_of_its_files(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_attention_heads=2))
+    base.bfloat16().save_pretrained(tmp_path)
+    model = {"name": "hf", "path": str(tmp_path), "pretrained": True, "mp_plans": {}}
+    config = job(model, name="lora", modules_to_save=["lm_head"])
+    module, construction = built(config)
+    trained = {name: torch.ones(item.shape) for name, item in module.model.named_parameters() if item.requires_grad}
+    weights = MergedWeights(config, module, construction, trained)
+    assert {weights.read(name).dtype for name in weights.metas()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     "keys", [{"target_modules": ["one"]}, {"target_modules": ["last"], "modules_to_save": ["around"]}]
 )

@@ -162,7 +162,7 @@ class MergedWeights:
             return self._merged[1][base.removeprefix(f"{layer}.")].to(self._frozen(name).dtype)
         copied = next((copied for copied in self._copies if base.startswith(f"{copied}.")), None)
         if copied is not None:
-            return self._copied(copied, name, base)
+            return self._copied(copied, name, base).to(self._frozen(name).dtype)
         return self._trained[name] if name in self._trained else self._frozen(name)
 
     def _copied(self, module: str, name: str, base: str) -> torch.Tensor:
