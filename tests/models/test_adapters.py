@@ -18,6 +18,7 @@ from autolaunch.models.adapters import add_adapter, save_only
 from autolaunch.models.hf_export import write_transformers_files
 from autolaunch.tasks.export_adapter import MergedWeights, changed_ties, write_adapter
 from autolaunch.tasks.run_parts import construct_module
+from autolaunch.tasks.weight_files import weight_files
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
 from tests.support.messages import assert_told
@@ -162,6 +163,20 @@ def test_another_adapter_than_the_keys_say(
     with pytest.raises(ConfigError) as error:
         adapter_settings({**dataclasses.asdict(Adapter()), "path": str(tmp_path), **keys})
     assert_told(error.value, where.format(tmp_path), write=write)
+
+
+def test_an_adapter_with_the_embedding_of_its_model_is_not_called_that_of_another(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_attention_heads=2))
+    base.save_pretrained(tmp_path / "base")
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=["embed_tokens"])).save_pretrained(tmp_path / "published")
+    model = {"name": "hf", "path": str(tmp_path / "base"), "pretrained": True, "mp_plans": {}}
+    config = job(model, name="lora", path=str(tmp_path / "published"))
+    with pytest.raises(ConfigError) as error:
+        weight_files(config, *built(config))
+    assert_told(error.value, f"adapter.path={tmp_path / 'published'}", "embed_tokens.base_layer.weight", write="")
 
 
 # --- freezing by patterns ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from autolaunch.models.adapter_config import WEIGHTS_FILE
+from autolaunch.models.adapters import PUBLISHED_PREFIX
 from autolaunch.models.hf_tasks import MODEL_TASKS, task_of
 from autolaunch_strategies.config import ConfigError
 from autolaunch_strategies.model.construction import Construction
@@ -145,6 +146,13 @@ def _published(module: pl.LightningModule, directory: str) -> dict[str, Callable
         raise ConfigError(where, f"{file.name} is corrupt or cut short: {error}") from error
     model: nn.Module = module.model  # type: ignore[assignment]  # torch: a tensor or a module
     parameters = dict(model.named_parameters())
+    own = {PUBLISHED_PREFIX + name for names in adapted.base_names.items() for name in names}
+    if copies := sorted(there & (own - adapted.published.keys())):
+        raise ConfigError(
+            where,
+            f"there are weights of the model itself in it, which are those of model.path here: {', '.join(copies)}",
+            "an adapter without them, as PEFT's save_pretrained writes it with save_embedding_layers=False",
+        )
     for names, problem in (
         (sorted(adapted.published.keys() - there), "are not in it"),
         (sorted(there - adapted.published.keys()), "in it are of no layer here"),
