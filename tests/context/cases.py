@@ -238,7 +238,9 @@ training(
 training(
     "hf-gpt2", wrapped("gpt2"), UNPADDED, on("dp2xcp2", "ulysses", label="level1", dp=1),
     on("mp2xcp2", "ring", label="mp", mp="tensor_parallel"), on("pp2xcp2", "ring", label="pp", pp="exact"),
-    on("2x2x1x2", "gather", label="level3", dp=3, mp="tensor_parallel"), **CLIP,
+    on("2x2x1x2", "gather", label="level3", dp=3, mp="tensor_parallel"),
+    # Behind the embeddings a module without parameters begins the region, between modules that run on parts.
+    on("mp2xcp2", "gather", label="sp", mp="seq_parallel"), **CLIP,
 )  # fmt: skip
 training("hf-llama-recomputes", lambda: Transformers(_recomputing(hf("llama"))), UNPADDED, *everywhere(), **CLIP)
 training(

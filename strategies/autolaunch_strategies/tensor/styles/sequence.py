@@ -6,11 +6,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from autolaunch_strategies.sharded_sequence.shard import SequenceShard
 from autolaunch_strategies.tensor.styles.base import Region, Style, change_first_input, change_first_output
 
 
 def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> torch.Tensor:
     """[b, s, h] to its positions of this rank: [b, s/n, h], or [s/n, b, h] if `transpose`."""
+    if isinstance(tensor, SequenceShard):
+        return _of_part(tensor, _begin(region, tensor.local, transpose), transpose)
     sharded = region.replicate(tensor)
     if transpose:
         sharded = sharded.redistribute(placements=[Shard(1)])
@@ -20,7 +23,15 @@ def _begin(region: Region, tensor: torch.Tensor, transpose: bool) -> torch.Tenso
 
 def _end(region: Region, tensor: torch.Tensor, transpose: bool) -> torch.Tensor:
     """The inverse of `_begin`, whole and plain."""
+    if isinstance(tensor, SequenceShard):
+        return _of_part(tensor, _end(region, tensor.local, transpose), transpose)
     return region.replicate.whole(tensor.transpose(0, 1) if transpose else tensor)
+
+
+def _of_part(shard: SequenceShard, part: torch.Tensor, transposed: bool) -> SequenceShard:
+    """A shard along cp of the same positions, of which each rank along mp holds as much as `part` says."""
+    dim = shard.sequence_dim
+    return SequenceShard.of(part, 1 - dim if transposed and dim < 2 else dim, shard.positions, shard.group)
 
 
 class SequenceParallelBegin(Style):
