@@ -5,11 +5,15 @@ from __future__ import annotations
 import csv
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from lightning.pytorch import LightningModule
 
 from autolaunch.cli import run
-from autolaunch.tasks.lr_find import suggestion
+from autolaunch.tasks.lr_find import RisingRates, suggestion
+from autolaunch_strategies.config import ConfigError
 from tests.support.commands import Commands, Run
 from tests.support.messages import Told, assert_only_told
 
@@ -33,6 +37,14 @@ def test_keys_that_have_no_effect_are_refused(tmp_path: Path, capsys: pytest.Cap
     )
     assert run(["lr_find", *always, "lr_find.max=1e-9"]) == 2
     assert_only_told(capsys.readouterr().err, Told("lr_find.max=1e-9", "lr_find.min=1e-06", allowed="a larger rate"))
+
+
+def test_a_step_that_tells_no_loss_is_refused() -> None:
+    """As one that optimizes by hand may be."""
+    measured: Any = SimpleNamespace(latest=SimpleNamespace(loss=None))
+    trainer: Any = SimpleNamespace(global_step=1)
+    with pytest.raises(ConfigError, match="training_step of LightningModule has returned no loss"):
+        RisingRates(1e-3, 1.0, 10, measured).on_train_batch_end(trainer, LightningModule(), None, None, 0)
 
 
 def _curve(run: Run) -> list[dict[str, float]]:

@@ -36,7 +36,7 @@ def run(job: ResolvedJob, place: Place) -> dict[str, Any]:
     """Train with growing rates, write the curve and what it suggests; collective over all ranks. Returns the summary.
 
     Raises:
-        ConfigError: a LightningModule with several optimizers.
+        ConfigError: a LightningModule with several optimizers, or without a loss.
     """
     config, keys = job.config, job.config["lr_find"]
     limits = {"max_steps": keys["steps"], "max_epochs": None, "max_time": None, "limit_val_batches": 0}
@@ -119,8 +119,14 @@ class RisingRates(pl.Callback):
         if trainer.global_step == len(self.rates) or self._metrics.latest is None:
             return
         loss = self._metrics.latest.loss
+        if loss is None:
+            raise ConfigError(
+                "autolaunch lr_find",
+                f"training_step of {type(pl_module).__name__} has returned no loss, by which rates are compared",
+                "`return loss`, which a training_step that optimizes by hand may do, too",
+            )
         self.rates.append(self._low * self._factor ** len(self.rates))
-        self.losses.append(math.nan if loss is None else loss)
+        self.losses.append(loss)
         # Weighted by what the mean has kept of each, so that the first ones count as much.
         weights = [_SMOOTHING**age for age in range(len(self.losses) - 1, -1, -1)]
         total = sum(weight * value for weight, value in zip(weights, self.losses, strict=True))
