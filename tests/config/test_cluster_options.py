@@ -166,7 +166,7 @@ def test_a_misspelt_cluster_of_an_experiment(tmp_path: Path, capsys: pytest.Capt
         ),
         (
             ["mesh=auto", "cluster=cpux2", "launch.devices=3"],
-            Told("launch.devices=3 with cluster=cpux2", "two numbers", write="cluster=cpux3"),
+            Told("launch.devices=3 with cluster=cpux2", "two numbers", write="launch.devices=null"),
         ),
         (
             ["plan", "cluster=h100x8", "launch=slurm", "launch.nodes=2"],
@@ -174,8 +174,8 @@ def test_a_misspelt_cluster_of_an_experiment(tmp_path: Path, capsys: pytest.Capt
                 "launch.nodes=2 with cluster=h100x8",
                 "2 nodes",
                 "1 of 8 devices",
-                allowed="launch.nodes=1, or cluster=h100x16",
-                write="cluster=h100x16",
+                allowed="launch.nodes=1, or a cluster of 2 nodes",
+                write="launch.nodes=1",
             ),
         ),
         (
@@ -209,11 +209,19 @@ def test_a_launcher_with_other_devices_than_the_cluster(
         ["task=plan", "cluster=h100x8", "mesh=dp-1xmp2", "launch=slurm"],
         ["cluster=h100x16", "launch=slurm", "launch.nodes=2", "launch.submit=false"],
         ["cluster=cpux4", "launch.max_restarts=1", "launch.min_devices=2"],
+        # What a file says of another run, and the number of a cluster that nobody has typed.
+        ["task=plan", "cluster=h100x1024", "experiment=mine.yaml"],
+        ["task=plan", "cluster=h100x64", "launch=slurm"],
+        ["cluster=localx2", "launch.devices=4"],
     ],
     ids=" ".join,
 )
-def test_a_launcher_that_agrees_with_the_cluster(words: list[str], tmp_path: Path) -> None:
+def test_a_launcher_that_agrees_with_the_cluster(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mesh that the planner has yet to choose is held against neither nodes nor fewest devices."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("# @package _global_\nlaunch:\n  devices: 2\n")
     composed = compose_line(parse(words))
     resolve_job(composed.config, composed.config.hydra, tmp_path / "run")
 

@@ -237,6 +237,8 @@ PAGES = [
     pytest.param(["--version"], "autolaunch ", id="version"),
     pytest.param(["--info", "trainer.max_steps"], "Optimizer steps after which training ends", id="info-key"),
     pytest.param(["--info", "dp"], "options: ddp, fsdp, hsdp, zero1, zero2", id="info-group"),
+    pytest.param(["--info", "mesh=auto"], "how many ranks along each axis", id="info-mesh-auto"),
+    pytest.param(["--info", "logger=csv,wandb"], "options: ", id="info-several-options"),
     pytest.param(["--info", "mp"], "Rules of your own, `pattern: style`", id="info-optional-group"),
     pytest.param(["--info", "searchpath"], "mesh://", id="info-of-hydra"),
     pytest.param(["--hydra-help"], "hydra", id="hydra-help"),

@@ -82,8 +82,15 @@ def test_keys_of_other_tools(typed: str, write: str | None) -> None:
 
 
 def test_a_plan_is_asked_for_nodes_by_its_cluster() -> None:
-    error = slip("nodes=2", "nodes", "2", "plan")
+    error = slip("nodes=2", "nodes", "2", {"task": "plan"})
     assert error is not None and error.write == "cluster=h100x16" and "cluster.nodes=2" in error.allowed
+    error = slip("nodes=2", "nodes", "2", {"task": "plan", "cluster": {"name": "a100"}})
+    assert error is not None and error.write == "cluster.nodes=2"
+
+
+def test_an_adapter_that_is_chosen_stays() -> None:
+    error = slip("adapter.rank=4", "adapter.rank", "4", {"adapter": {"name": "dora"}})
+    assert error is not None and error.write == "adapter.r=4"
     with pytest.raises(ConfigError) as raised:
         parse(["plan", "--nodes", "2"])
     assert raised.value.write == "cluster=h100x16"

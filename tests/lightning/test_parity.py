@@ -395,6 +395,10 @@ def test_a_batch_of_several_loaders_counts_where_this_rank_has_a_part_of_each() 
         "several loaders",
         write="DataLoader(..., drop_last=True)",
     )
+    combined.flattened = [loaders[0], DataLoader(range(8))]  # type: ignore[arg-type]  # it shares out its data itself
+    loaders[0].weights.append(0)
+    with pytest.raises(ConfigError, match="several loaders"), batches.evaluation_step(pl.LightningModule()):
+        pass
 
 
 def test_ranks_do_not_look_for_a_batch_size_each() -> None:

@@ -217,9 +217,12 @@ def many(count: int = 3000) -> Candidates:
     pp = 2 ** random.integers(0, 4, count)
     pipeline = np.where(pp > 1, random.integers(1, len(PIPELINES), count), 0)
     two = of_schedules("least_stages", pipeline) == 2
+    dp, level = 2 ** random.integers(0, 3, count), random.integers(0, 4, count)
+    replicate = np.where((level > 0) & (dp > 1), random.integers(1, 3, count), 1)
     return Candidates(
-        dp=2 ** random.integers(0, 3, count), mp=2 ** random.integers(0, 3, count), pp=pp,
-        cp=2 ** random.integers(0, 2, count), level=random.integers(0, 4, count),
+        dp=dp, mp=2 ** random.integers(0, 3, count), pp=pp, cp=2 ** random.integers(0, 2, count), level=level,
+        replicate=replicate, ep=np.where(dp > replicate, random.integers(1, 3, count), 1),
+        compile=random.integers(0, 2, count),
         sequence_parallel=random.integers(0, 2, count), pipeline=pipeline, virtual_stages=np.where(two, 2, 1),
         split=random.integers(0, 2, count) * (pp > 1), microbatches=2 ** random.integers(3, 6, count),
         recompute=random.choice([0, -1, 1, 2, 3], count), backend=random.integers(0, 3, count),
@@ -228,6 +231,7 @@ def many(count: int = 3000) -> Candidates:
 
 def test_many_as_each_by_itself_and_as_the_account() -> None:
     kinds = (BLOCK, dataclasses.replace(BLOCK, name="other", parameters=1500, saved_bytes=90_000, peak_bytes=20_000))
+    kinds = (kinds[0], dataclasses.replace(kinds[1], experts=4, expert_parameters=400, expert_saved_bytes=9_000))
     blocks = (0, 1, 1, 0, 0, 1, 0, 0) * 2
     profile = dataclasses.replace(model(16), kinds=kinds, blocks=blocks)
     recipe, candidates = Recipe(batch_size=256, cast_bytes=2), many()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import Any
 
 from autolaunch.config.arithmetic import check_matmul_precision, known_device
 from autolaunch.config.classification import task_errors
+from autolaunch.config.cluster import LOCAL
+from autolaunch.config.command_line import typed_keys
 from autolaunch.config.microbatches import batch_parts, check_batch_parts, with_batch_parts
 from autolaunch.config.optimizer_groups import check_groups, check_library
 from autolaunch.config.resume import COMPARING_TASKS, resolve_ckpt_path
@@ -119,8 +121,6 @@ def check(
     errors += _adapter(config, mesh)
     errors += _restarts(config, mesh, where, started_ranks)
     errors += _planning(config, where)
-    if started_ranks is None:
-        errors += _devices_of_cluster(config, where)
     errors += _search(config, where)
     errors += _lr_find(config, where)
     errors += _unused(config, "compare", Compare, "", where)
@@ -214,6 +214,45 @@ def _fitted(shape: MeshShape, config: Mapping[str, Any], started_ranks: int | No
             f"mesh={_with_ranks(shape, devices)}" if devices else "trainer.accelerator=cpu",
         )
     return shape
+
+
+def launcher_beside_cluster(config: Mapping[str, Any], typed: Sequence[str], where: Where) -> Iterator[ConfigError]:
+    """A launcher with other devices than the cluster that is planned for, and that is not this machine.
+
+    A plan alone starts nothing, and a file that it is made with may say how something else is started: of its launcher
+    counts what was typed.
+    """
+    cluster, launch, keys = config["cluster"], config["launch"], typed_keys(typed)
+    if cluster is None or cluster["name"] == LOCAL:
+        return
+    nodes, each = cluster["nodes"], cluster["devices_per_node"]
+    beside = f"with cluster={cluster['name']}x{nodes * each}"
+    starts = config["task"] != "plan"
+    if launch["name"] == "slurm":
+        if (asked := launch["nodes"]) != nodes and (starts or "launch.nodes" in keys):
+            yield ConfigError(
+                f"{where('launch.nodes', asked)} {beside}",
+                f"the job has {_count(asked, 'node')}, and the cluster {nodes} of {_count(each, 'device')}",
+                f"launch.nodes={nodes}, or a cluster of {_count(asked, 'node')}",
+                f"launch.nodes={nodes}",
+            )
+        gpus = launch["gpus_per_node"]
+        if gpus and gpus < each and (starts or "launch.gpus_per_node" in keys):
+            yield ConfigError(
+                f"{where('launch.gpus_per_node', gpus)} {beside}",
+                f"each node of the cluster has {each}",
+                f"{each} or more, or null",
+                f"launch.gpus_per_node={each}",
+            )
+    elif "launch.devices" in keys and (devices := launch["devices"]) not in (None, nodes * each):
+        is_ours = (CONF / "cluster" / f"{cluster['name']}.yaml").is_file()
+        sized = f"cluster={cluster['name']}x{devices}" if is_ours and devices <= each else ""  # a part of a node
+        yield ConfigError(
+            f"{where('launch.devices', devices)} {beside}",
+            "two numbers of devices: it is the cluster that is planned for",
+            f"{sized} alone, or launch.devices=null" if sized else "launch.devices=null",
+            sized or "launch.devices=null",
+        )
 
 
 def _check_memory(shape: MeshShape, name: str) -> None:
@@ -693,47 +732,6 @@ def _planning(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
             "`plan` with a cluster",
             f"{with_cluster} --full",
         )
-
-
-def _devices_of_cluster(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:
-    """A launcher with other devices than the cluster that is planned for."""
-    cluster, launch = config["cluster"], config["launch"]
-    if cluster is None:
-        return
-    nodes, each = cluster["nodes"], cluster["devices_per_node"]
-    beside = f"with cluster={cluster['name']}x{nodes * each}"
-    if launch["name"] == "slurm":
-        if (asked := launch["nodes"]) != nodes:
-            sized = _sized(cluster, asked * each)
-            yield ConfigError(
-                f"{where('launch.nodes', asked)} {beside}",
-                f"the job has {_count(asked, 'node')}, and the cluster {nodes} of {_count(each, 'device')}",
-                f"launch.nodes={nodes}" + (f", or {sized}" if sized else ""),
-                sized if sized and asked > 1 else f"launch.nodes={nodes}",
-            )
-        if (gpus := launch["gpus_per_node"]) and gpus < each:
-            yield ConfigError(
-                f"{where('launch.gpus_per_node', gpus)} {beside}",
-                f"each node of the cluster has {each}",
-                f"{each} or more, or null",
-                f"launch.gpus_per_node={each}",
-            )
-    elif launch["devices"] not in (None, nodes * each):
-        sized = _sized(cluster, launch["devices"])
-        yield ConfigError(
-            f"{where('launch.devices', launch['devices'])} {beside}",
-            "two numbers of devices: it is the cluster that is planned for",
-            f"{sized} alone, or launch.devices=null" if sized else "launch.devices=null",
-            sized or "launch.devices=null",
-        )
-
-
-def _sized(cluster: Mapping[str, Any], devices: int) -> str:
-    """The same cluster with so many devices, as it is typed; empty if there is none, or its profile is a file's own."""
-    each = cluster["devices_per_node"]
-    is_whole = cluster["device"] == "cpu" or devices <= each or devices % each == 0
-    is_ours = (CONF / "cluster" / f"{cluster['name']}.yaml").is_file()
-    return f"cluster={cluster['name']}x{devices}" if is_whole and is_ours else ""
 
 
 def _lr_find(config: Mapping[str, Any], where: Where) -> Iterator[ConfigError]:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from autolaunch_strategies.planner.hardware import Hardware
 
+LOCAL = "local"
+"""The profile of the machine at hand."""
+
 
 @dataclass
 class _Link:

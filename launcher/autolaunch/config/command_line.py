@@ -244,7 +244,7 @@ def _unknown_flag(typed: str, argv: Sequence[str], flags: Sequence[str]) -> Conf
     bare = name.lstrip("-")
     key, value = bare.replace("-", "_"), value or behind
     shown = typed if "=" in typed or not behind else f"{typed} {behind}"
-    if meant := slip(shown, key, value or "true", argv[0]):
+    if meant := slip(shown, key, value or "true", {"task": argv[0]}):
         return ConfigError(shown, "settings are written key=value, without dashes", meant.allowed, meant.write)
     if flag := _flag_meant(bare, flags):
         problem = f"no such flag; did you mean {flag}?"

@@ -497,7 +497,7 @@ def _refusal(override: str, error: Exception, config: Mapping[str, Any], loader:
     # A key of ours, where another option of its group is chosen or none, or one of the config of transformers.
     is_ours = any(name in field_types(schema) for schema in schemas_of(group).values())
     is_known = is_ours or _has_foreign_config(config.get(group))
-    meant = None if is_known else slip(override, typed, value, str(config.get("task", "")))
+    meant = None if is_known else slip(override, typed, value, config)
     return meant or _no_such_key(override, typed, value, config, loader)
 
 

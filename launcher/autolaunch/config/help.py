@@ -138,9 +138,10 @@ def options(group: str, directories: Sequence[Path]) -> list[str]:
 
 
 def is_option(choice: str, directories: Sequence[Path]) -> bool:
-    """Whether `group=option` names a file of the group; true of all that is no choice of an option."""
+    """Whether `group=option` names a file of the group; true of all that is no choice of one option."""
     group, _, option = choice.partition("=")
-    return not option or group not in GROUPS or option in options(group, directories)
+    is_one = option and group in GROUPS and "," not in option and choice != "mesh=auto"
+    return not is_one or option in options(group, directories)
 
 
 def _options_line(group: str, text: str, directories: Sequence[Path]) -> str:

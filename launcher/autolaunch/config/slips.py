@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from autolaunch_strategies.config import AXIS_SPELLINGS, ConfigError, nearest
 
@@ -204,11 +206,15 @@ def _axis_given_twice(value: str) -> str:
     return next((axis for axis in axes if axis and axes.count(axis) > 1), "")
 
 
-def slip(override: str, key: str, value: str, task: str = "") -> ConfigError | None:
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def slip(override: str, key: str, value: str, config: Mapping[str, Any] = _NOTHING) -> ConfigError | None:
     """What to write in place of a key of another tool; None if it is none that is known.
 
     Args:
-        task: what is done with the config; `plan` is asked for nodes by its cluster.
+        config: what is known of the rest. `task=plan` is asked for nodes by its cluster; an adapter or a cluster that
+            is chosen stays.
     """
     if key.startswith("mesh.") and (axis := AXIS_SPELLINGS.get(key[5:])):
         return ConfigError(override, f"the axis is called {axis} here", write=f"mesh.{axis}={value}")
@@ -224,9 +230,15 @@ def slip(override: str, key: str, value: str, task: str = "") -> ConfigError | N
         return ConfigError(override, f"names no option: {key} has a path", write=f"{line}={value}")
     if line := foreign_line(key, value):
         problem = "no such key: another tool calls it so"
-        if task == "plan" and line.startswith("launch=slurm launch.nodes=") and re.fullmatch(r"[1-9]\d*", value):
+        if config.get("adapter") is not None and line.startswith("adapter=lora "):
+            line = line.removeprefix("adapter=lora ")
+        is_plan = config.get("task") == "plan"
+        if is_plan and line.startswith("launch=slurm launch.nodes=") and re.fullmatch(r"[1-9]\d*", value):
             allowed = f"cluster.nodes={value} beside a cluster; {line} for the job of a mesh that is typed"
-            return ConfigError(override, problem, allowed, f"cluster=h100x{8 * int(value)}")
+            beside = config.get("cluster") is not None
+            return ConfigError(
+                override, problem, allowed, f"cluster.nodes={value}" if beside else f"cluster=h100x{8 * int(value)}"
+            )
         allowed = _PER_DEVICE if line.endswith("...") else _NO_FP16 if re.search(r"fp16|float16|half", override) else ""
         return ConfigError(override, problem, allowed, line)
     if key in AXIS_SPELLINGS and re.fullmatch(r"-?\d+", value):

@@ -25,6 +25,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from autolaunch.config.against_schema import schemas_of
+from autolaunch.config.cluster import LOCAL
 from autolaunch.config.schema import GROUPS, MADE, Job, defaults_of, without_made
 from autolaunch.machine.this_machine import this_machine
 from autolaunch_strategies.config import ConfigError, looks_like_mesh, nearest, parse_mesh
@@ -39,8 +40,8 @@ CLUSTERS = ("h100x1024", "localx4")
 GROUPS_OF_FILES = ("experiment", "cluster")
 """Groups whose options may be given by the path of a YAML file."""
 
-LOCAL, THIS_MACHINE = "local", "this_machine"
-"""The profile of the machine at hand, and the option that its file builds on."""
+THIS_MACHINE = "this_machine"
+"""The option that the file of the machine at hand builds on."""
 
 JOB_FILE = ".hydra/job.json"
 """Where the job of a run stands in its directory."""

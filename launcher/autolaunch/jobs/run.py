@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from autolaunch import __version__
-from autolaunch.config.across_keys import check
+from autolaunch.config.across_keys import check, launcher_beside_cluster
 from autolaunch.config.against_schema import validate
 from autolaunch.config.arithmetic import with_arithmetic
 from autolaunch.config.classification import with_labels_of_model
@@ -592,6 +592,7 @@ def resolve_job(
     values, by_device = with_arithmetic(values)
     mesh, wrong = check(values, output_dir, origin, started_ranks)
     typed = typed_overrides(hydra)
+    wrong += launcher_beside_cluster(values, typed, origin)
     raise_all([*keys_without_effect(config, typed), *saving_without_effect(values, typed, origin), *wrong])
     values = with_labels_of_model(values)
     ranks = 1 if values["task"] in IN_ONE_PROCESS else mesh.size

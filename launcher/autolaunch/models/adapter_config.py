@@ -189,8 +189,7 @@ def _check_kind(where: str, fields: Mapping[str, Any]) -> None:
             where,
             f"its {CONFIG_FILE} says {changes or 'kasa_config'}: PEFT changes the frozen weights when it loads that, "
             "and here they stay those of model.path",
-            "adapters beside weights as they are, which PEFT makes of it when it saves it with "
-            "path_initial_model_for_weight_conversion; or PEFT's merged model as model.path",
+            "adapters beside weights as they are; or PEFT's merged model as model.path",
         )
     variant = next((key for key in _VARIANTS if fields.get(key)), None)
     if variant is not None:

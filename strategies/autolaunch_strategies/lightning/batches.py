@@ -299,11 +299,16 @@ def _rows(found: Any) -> int | None:
 
 
 def _drawn_weight(loader: Any) -> float | None:
-    """The weight of the next batch that `loader` has handed out, which is used up then; None if none is known of."""
+    """The weight of the next batch that `loader` has handed out, which is used up then; None if it has ended.
+
+    1 of a loader that shares out its data itself, and so says nothing of it.
+    """
     if isinstance(loader, DistributedLoader):
         return loader.weights.popleft() if loader.weights else None
     shared = getattr(getattr(loader, "batch_sampler", None), "_batch_sampler", None)
-    return shared.share.weight(shared.sizes.popleft()) if isinstance(shared, IndexShare) and shared.sizes else None
+    if not isinstance(shared, IndexShare):
+        return 1.0
+    return shared.share.weight(shared.sizes.popleft()) if shared.sizes else None
 
 
 def _accumulated(result: Any) -> dict[str, Any]:

@@ -58,18 +58,18 @@ def placed_by(model: nn.Module, matches: Iterable[Match], ranks: int) -> Iterato
 def forestalled(model: nn.Module, matches: Sequence[Match], ranks: int) -> list[str]:
     """A warning for every rule of `mp.plan` that means to shard layers which rules before it shard along other dims."""
     first: dict[int, tuple[Match, int]] = {}
-    before: dict[str, dict[str, None]] = {}
+    before: dict[str, dict[str, str]] = {}
     others: set[str] = set()
     for match, parameter, dim in placed_by(model, matches, ranks):
         placed, along = first.setdefault(id(parameter), (match, dim))
         if placed.module == match.module and along != dim:  # else it is the same, or tied to another module's
-            before.setdefault(match.rule.pattern, {})[placed.rule.pattern] = None
+            before.setdefault(match.rule.pattern, {})[placed.rule.pattern] = placed.rule.source
         else:
             others.add(match.rule.pattern)
     of_plan = {match.rule.pattern for match in matches if match.rule.source == "mp.plan"}
     return [
-        f"mp.plan: {pattern} shards nothing: the first rule counts, and before it stands {', '.join(rules)} "
-        "(null removes it)"
+        f"mp.plan: {pattern} shards nothing: the first rule counts, and before it stands {', '.join(rules)}"
+        + ("" if "mp.plan" in rules.values() else " (null removes it)")
         for pattern, rules in before.items()
         if pattern in of_plan - others
     ]
