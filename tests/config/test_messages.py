@@ -359,6 +359,11 @@ WRONG = [
         id="config-name-absent",
     ),
     pytest.param(
+        ["help", "plam"],
+        Told("--info plam", "no such group or key; did you mean plan?", write="autolaunch help plan"),
+        id="task-misspelt",
+    ),
+    pytest.param(
         ["--info", "trainer.max_step"],
         Told(
             "--info trainer.max_step",

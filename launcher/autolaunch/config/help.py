@@ -219,14 +219,14 @@ def print_info(key: str, directories: Sequence[Path], console: Console) -> None:
     known = known_keys(directories)
     own = options(key, directories)
     if key not in known and not own:
-        close = nearest(key, [*known, *HYDRA_INFO]) or next((k for k in known if k.endswith(f".{key}")), "")
+        close = nearest(key, [*TASKS, *known, *HYDRA_INFO]) or next((k for k in known if k.endswith(f".{key}")), "")
         same_name = [name for name in known if name.rsplit(".", 1)[-1] == key]
         close = same_name[0] if same_name else own_key(key) or close
         raise ConfigError(
             f"--info {key}",
             "no such group or key" + (f"; did you mean {close}?" if close else ""),
             f"a group ({', '.join(GROUPS)}), any key, or {', '.join(HYDRA_INFO)}",
-            f"autolaunch --info {close}" if close else "",
+            (f"autolaunch help {close}" if close in TASKS else f"autolaunch --info {close}") if close else "",
         )
     if key in GROUPS or own:
         _print_group(key, chosen, directories, console)
