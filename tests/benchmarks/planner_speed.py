@@ -1,9 +1,9 @@
 """How long a plan takes: `OMP_NUM_THREADS=1 python tests/benchmarks/planner_speed.py [--command]`.
 
 `--command` times `autolaunch plan` for Llama 70B on 1,024 devices, with an empty cache and with a profile that was
-kept, its first line, and `autolaunch dryrun` of it, beside `import torch` in an empty process, as they take turns. The
-aims are seconds of a machine that imports torch in 1.1 s: imports compare machines. Without it, what comes after
-profiling:
+kept, its first line, and `autolaunch dryrun` of it, beside `import torch` in an empty process, as they take turns, and
+without OMP_NUM_THREADS, which nobody types. The aims are seconds of a machine that imports torch in 1.1 s: imports
+compare machines. Without it, what comes after profiling:
 
 For each model and number of devices the least of several turns: candidates, their memory and time, the choice with its
 uncertainty (and the processor time of that, which other work on the machine disturbs less), its account as plain data,

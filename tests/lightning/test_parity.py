@@ -376,7 +376,8 @@ def test_an_evaluated_batch_has_a_weight_of_its_own() -> None:
 
 def test_a_batch_of_several_loaders_counts_where_this_rank_has_a_part_of_each() -> None:
     """Of a loader that has ended it has none, and of what is repeated to keep step it has none that counts."""
-    loaders = [DistributedLoader(DataLoader(range(8)), Share(1, 2), world=1) for _ in range(2)]  # type: ignore[arg-type]
+    eight: Any = range(8)  # data enough
+    loaders = [DistributedLoader(DataLoader(eight), Share(1, 2), world=1) for _ in range(2)]
     combined, batches = SimpleNamespace(_mode="max_size", flattened=loaders), cast(Any, Batches("global"))
     batches._trainer = SimpleNamespace(_evaluation_loop=SimpleNamespace(_combined_loader=combined), _results=None)
 
@@ -395,7 +396,7 @@ def test_a_batch_of_several_loaders_counts_where_this_rank_has_a_part_of_each() 
         "several loaders",
         write="DataLoader(..., drop_last=True)",
     )
-    combined.flattened = [loaders[0], DataLoader(range(8))]  # type: ignore[arg-type]  # it shares out its data itself
+    combined.flattened = [loaders[0], DataLoader(eight)]  # the second one shares out its data itself
     loaders[0].weights.append(0)
     with pytest.raises(ConfigError, match="several loaders"), batches.evaluation_step(pl.LightningModule()):
         pass

@@ -45,7 +45,7 @@ from autolaunch.config.command_line import (
 )
 from autolaunch.config.origin import Origin
 from autolaunch.config.schema import FAMILIES, GROUPS, MISSING, SEVERAL_OPTIONS, TASKS, Job
-from autolaunch.config.slips import line_for_name, line_for_option, option_meant, shape_meant, slip
+from autolaunch.config.slips import line_for_name, line_for_option, near_option, shape_meant, slip
 from autolaunch.config.sources import (
     GROUPS_OF_FILES,
     ExperimentFileSource,
@@ -565,7 +565,7 @@ def _names_of_options(loader: ConfigLoader) -> dict[str, dict[str, str]]:
 
 
 def _option_meant(group: str, option: str, options: Sequence[str]) -> str:
-    return cluster_meant(option, options) if group == "cluster" else option_meant(group, option, options)
+    return cluster_meant(option, options) if group == "cluster" else near_option(group, option, options)
 
 
 def _options_text(group: str, options: Sequence[str]) -> str:

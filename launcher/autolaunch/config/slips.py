@@ -183,7 +183,7 @@ def line_for_option(group: str, option: str, options: Mapping[str, Mapping[str, 
     return f"{group}=custom {group}._target_={option}" if is_class and "custom" in options.get(group, ()) else ""
 
 
-def option_meant(group: str, option: str, options: Iterable[str]) -> str:
+def near_option(group: str, option: str, options: Iterable[str]) -> str:
     """The option of a group that was meant; empty if it is like none, as a model or data that is called otherwise."""
     return nearest(option, options, 0.7) if group in _BY_PATH else nearest(option, options)
 
@@ -194,7 +194,7 @@ def line_for_name(group: str, name: str) -> str:
 
 
 def _axis_given_twice(value: str) -> str:
-    """The axis that a mesh has twice (`2xdp2`, `mp2xtp2`), of which not every size has a name; empty if there is none.
+    """The axis that a mesh has twice (`2xdp2`, `2xmp2xtp2`), of which one size has no name; empty if there is none.
 
     Of meshes with names alone, `parse_mesh` says it.
     """

@@ -170,7 +170,8 @@ class MergedWeights:
         rows = f"{module}.token_adapter.trainable_tokens_delta.{ADAPTER}"
         if rows not in self._trained:
             return self._trained[f"{module}.modules_to_save.{ADAPTER}{base.removeprefix(module)}"]
-        which = self._model.get_submodule(f"{module}.token_adapter").token_indices[ADAPTER]  # type: ignore[index]
+        adapter: Any = self._model.get_submodule(f"{module}.token_adapter")  # of PEFT's class
+        which = adapter.token_indices[ADAPTER]
         values = self._trained[rows]
         return self._frozen(name).to(values.dtype, copy=True).index_copy_(0, torch.tensor(which), values)
 

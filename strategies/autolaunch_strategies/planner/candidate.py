@@ -150,7 +150,7 @@ def of_schedules(attribute: str, pipeline: Ints) -> NDArray[Any]:
 def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Ints, Ints]:
     """For rows of columns [n]: (index of the first of each distinct row, [n]: which of these each row equals)."""
     code, bound = np.zeros(len(columns[0]), dtype=np.int64), 1
-    for column in columns:
+    for column in columns if len(code) else ():
         low = int(column.min())
         span = int(column.max()) - low + 1
         bound *= span

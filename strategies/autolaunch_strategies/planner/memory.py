@@ -74,7 +74,7 @@ def peak_memory(
         counted: read, and added to.
     """
     columns = _Columns(len(profile.kinds))
-    first, way = distinct_rows(_decides_amounts(candidates)) if len(candidates) else (np.zeros(0, dtype=np.int64),) * 2
+    first, way = distinct_rows(_decides_amounts(candidates))
     together = np.zeros((columns.count, len(first)))
     _put_amounts(profile, recipe, hardware, candidates.select(first), columns, dict.fromkeys(PIECES, together))
     fullest = np.zeros(len(candidates))
