@@ -88,7 +88,8 @@ def _place(frame: FrameType | None) -> str:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/optim/" in file:
             return "torch.optim"
-        is_ours = file.startswith(str(ROOT)) and file != __file__
+        # An environment may lie in the clone, or beside it under a name that begins as its does.
+        is_ours = file.startswith(f"{ROOT}/") and "/site-packages/" not in file and file != __file__
         if (is_ours or "/lightning/" in file) and not function.startswith(("__torch_", "<")):
             return f"{'/'.join(Path(file).parts[-2:])}:{function}"
         frame = frame.f_back
