@@ -32,6 +32,7 @@ from autolaunch_strategies.data_parallel.groups import GradientGroup
 from autolaunch_strategies.data_parallel.outside import GathersOnUse
 from autolaunch_strategies.mesh.rank_mesh import RankMesh
 from autolaunch_strategies.model.blocks import Blocks
+from autolaunch_strategies.model.linear_weights import linear_weights
 from autolaunch_strategies.model.parts import modules_of
 from autolaunch_strategies.torch_private.fsdp import (
     abandon_several_backwards,
@@ -440,27 +441,6 @@ def sharding_reasons(
             f"gathered in {name}, to which autocast casts them; gradients summed in fp32"
         )
     return reasons
-
-
-class CastsWeight(nn.Linear):
-    """A linear layer that multiplies in its own way, and under autocast by its weight in the type of autocast."""
-
-
-def linear_weights(root: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of `root` that linear layers alone hold: what autocast casts before it is used.
-
-    Not the weight that an embedding shares with the head: autocast looks up fp32. Nor those of subclasses, which may
-    use them otherwise (`CastsWeight` do not), nor below DoRA, which takes their norms in fp32.
-    """
-    dora = any(".lora_magnitude_vector." in name for name, _ in root.named_parameters())
-    linear: set[nn.Parameter] = set()
-    others: set[nn.Parameter] = set()
-    for name, module in root.named_modules():
-        kind = type(module).__mro__[2] if _is_sharded(module) else type(module)
-        casts = kind is nn.Linear or issubclass(kind, CastsWeight)
-        holders = linear if casts and not (dora and name.endswith(".base_layer")) else others
-        holders.update(module.parameters(recurse=False))
-    return {name: parameter for name, parameter in root.named_parameters() if parameter in linear - others}
 
 
 def _scalars(root: nn.Module) -> dict[str, nn.Parameter]:

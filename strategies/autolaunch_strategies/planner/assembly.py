@@ -18,9 +18,9 @@ from typing import Any
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError
-from autolaunch_strategies.data_parallel.sharding import linear_weights
 from autolaunch_strategies.experts.auxiliary import router_losses
 from autolaunch_strategies.experts.find import Mixture, find_mixtures
+from autolaunch_strategies.model.linear_weights import linear_weights
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.measured_pass import MeasuredPass, Span
 from autolaunch_strategies.planner.operators import Tally

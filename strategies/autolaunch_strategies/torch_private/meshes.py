@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -77,7 +76,9 @@ def sharded_as(tensor: DTensor) -> Any:
 
 def of_local(local: torch.Tensor, sharded: Any) -> DTensor:
     """A DTensor that is sharded as `sharded_as` said, of which this rank holds `local`; autograd sees nothing."""
-    return _from_local_no_grad(local, sharded)
+    make: Any = DTensor  # whose constructor torch's stubs do not know
+    sharded_tensor: DTensor = make(local, sharded, requires_grad=local.requires_grad)
+    return sharded_tensor
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:

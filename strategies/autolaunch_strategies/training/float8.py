@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autolaunch_strategies.config import ConfigError, check_torchao
-from autolaunch_strategies.data_parallel.sharding import CastsWeight
 from autolaunch_strategies.experts.find import find_routers
 from autolaunch_strategies.model.blocks import Block
+from autolaunch_strategies.model.linear_weights import CastsWeight
 
 MULTIPLE = 16
 """Of which both sizes of a matrix must be multiples."""
