@@ -171,14 +171,15 @@ class Construction:
         """Write down one operation that ran on meta."""
         if operator.is_view:
             return  # the output is another window on recorded memory; windows are recorded where they are used
-        names = writes_to(operator)
-        written = {
-            storage_key(value)
-            for name, value in _named_arguments(operator, args, kwargs)
-            if name in names
-            for value in leaves_in(value)
-            if isinstance(value, torch.Tensor)
-        }
+        written = set()
+        if names := writes_to(operator):
+            written = {
+                storage_key(value)
+                for name, value in _named_arguments(operator, args, kwargs)
+                if name in names
+                for value in leaves_in(value)
+                if isinstance(value, torch.Tensor)
+            }
         arguments = mapped(self._describe, (args, kwargs))
         reads = {leaf.storage for leaf in leaves_in(arguments) if isinstance(leaf, _View)}
         outputs: list[_View | None] = []
@@ -293,14 +294,16 @@ class _Record(TorchDispatchMode):
             return func(*args, **kwargs)  # data that the constructor holds already, e.g. torch.tensor([...])
         if tensors and returns_numbers(func):
             return func(*self.construction.values(args), **self.construction.values(kwargs))
+        if _only_fills(func, args, kwargs):
+            self.construction.record(func, args, kwargs, args[0])
+            return args[0]
         on_meta = mapped(_to_meta, (args, kwargs))
+        recorded_kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if takes_device(func):
             on_meta[1]["device"] = torch.device("meta")
             on_meta[1].pop("pin_memory", None)
-        output = args[0] if _only_fills(func, args, kwargs) else func(*on_meta[0], **on_meta[1])
-        recorded_kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        if takes_device(func):
             recorded_kwargs["device"] = torch.device("cpu")  # stands for the device of the replay
+        output = func(*on_meta[0], **on_meta[1])
         self.construction.record(func, args, recorded_kwargs, output)
         return output
 
@@ -376,11 +379,11 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _only_fills(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether nothing is to be done on meta, where torch's `normal_` takes ten times as long as others."""
-    if func is not torch.ops.aten.normal_.default or not (args[0].is_floating_point() or args[0].is_complex()):
-        return False
-    std: float = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
-    return std >= 0
+    """Whether nothing is to be done on meta, where torch draws in Python and takes ten times as long as for others."""
+    if func is torch.ops.aten.normal_.default:
+        std: float = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+        return std >= 0 and (args[0].is_floating_point() or args[0].is_complex())
+    return func is torch.ops.aten.uniform_.default and args[0].is_floating_point()
 
 
 def _named_arguments(operator: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
