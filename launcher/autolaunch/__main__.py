@@ -1,6 +1,27 @@
-"""Lets `python -m autolaunch` be the command: this is what torchrun and srun start."""
+"""The command as it is started: by its script, by `python -m autolaunch`, and so by torchrun and srun."""
 
-from autolaunch.cli import main
+from __future__ import annotations
+
+import gc
+import sys
+
+
+def main() -> None:
+    """Do what was typed, and end with its exit code. What takes longest begins before the rest is imported."""
+    try:
+        from autolaunch.planning.profiler import begin
+        from autolaunch.report.streams import keep_streams_open
+
+        keep_streams_open()
+        begin(sys.argv[1:])
+        from autolaunch import cli
+    except KeyboardInterrupt:  # nearly all of the time before `run`, which tells the same
+        print("autolaunch: ended by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+    code = cli.run(sys.argv[1:], plans_beside=True)
+    gc.freeze()  # before it ends, Python would look for garbage in all of torch once more, for half a second
+    sys.exit(code)
+
 
 if __name__ == "__main__":
     main()

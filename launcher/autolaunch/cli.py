@@ -6,28 +6,16 @@ Exit codes: 0 done, 2 wrong config, 1 a run failed, 75 a signal ended it after i
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-try:
-    from autolaunch import __version__
-    from autolaunch.config.command_line import HYDRA_INFO, CommandLine, compares_runs, parse, users_want_tracebacks
-    from autolaunch.garbage import no_garbage_collection
-    from autolaunch.report.streams import keep_streams_open, lost_output
-    from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
-except KeyboardInterrupt:  # nearly all of the time before `run`, which tells the same
-    print("autolaunch: ended by Ctrl-C", file=sys.stderr)
-    sys.exit(130)
-
-
-def main() -> None:
-    """Entry point of the console script and of `python -m autolaunch`."""
-    keep_streams_open()
-    code = run(sys.argv[1:], plans_beside=True)
-    gc.freeze()  # before it ends, Python would look for garbage in all of torch once more, for half a second
-    sys.exit(code)
+from autolaunch import __version__
+from autolaunch.config.command_line import HYDRA_INFO, CommandLine, compares_runs, parse, users_want_tracebacks
+from autolaunch.garbage import no_garbage_collection
+from autolaunch.planning import profiler
+from autolaunch.report.streams import lost_output
+from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
 
 def run(argv: Sequence[str], plans_beside: bool = False) -> int:
@@ -73,7 +61,7 @@ def _run(line: CommandLine, plans_beside: bool) -> int:
         return _printed(_print_own_page(line))
     if line.runs:
         with contextlib.ExitStack() as stack:
-            if plans_beside and line.asks_for_a_plan:
+            if plans_beside and (line.asks_for_a_plan or profiler.has_begun()):
                 from autolaunch.planning.ahead import planner_beside
 
                 stack.enter_context(planner_beside(line))

@@ -356,5 +356,5 @@ def run_case(case: Case, here: Path) -> subprocess.CompletedProcess[str]:
     chosen = {word.partition("=")[0] for word in own}  # one group is chosen once in a line
     tiny = [word for word in TINY if word.partition("=")[0] not in chosen]
     words = [*own, *tiny] if own[:1] == ["--cfg"] else [*tiny, *own]
-    code = f"import os, sys\n{case.before}\nfrom autolaunch.cli import main\nmain()"
+    code = f"import os, sys\n{case.before}\nfrom autolaunch.__main__ import main\nmain()"
     return run_to_end([sys.executable, "-c", code, *words], 120, cwd=here, env=env)

@@ -108,7 +108,7 @@ def test_wheel_says_what_it_needs(built: Path) -> None:
         info = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = wheel.read(info).decode()
         scripts = wheel.read(info.replace("METADATA", "entry_points.txt")).decode()
-    assert "autolaunch = autolaunch.cli:main" in scripts
+    assert "autolaunch = autolaunch.__main__:main" in scripts
     assert re.search(r"^Requires-Dist: torch<2\.16,>=2\.11$", metadata, re.MULTILINE)
     assert "# autolaunch" in metadata  # the README
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
 
 PLAN = ("plan", "model=llama", "model.size=debug", "data=synthetic", "cluster=h100x8")
 TOO_LARGE = ("plan", "model=llama", "model.size=405b", "cluster=h100x8")
-COMMAND = "import os, sys; from autolaunch import cli; from autolaunch.planning import ahead; {}; sys.exit(cli.main())"
+COMMAND = "import os; from autolaunch.planning import ahead, profiler; {}; from autolaunch.__main__ import main; main()"
 
 
 ONLY_BESIDE = (
@@ -27,6 +27,7 @@ ONLY_BESIDE = (
 def planned(directory: Path, *words: str, before: str = "pass", **variables: str) -> tuple[int, str]:
     """(exit code, what was shown) of the command in a new process, which does something before."""
     env = environment(XDG_CACHE_HOME=str(directory / "cache"), COLUMNS="100", **variables)
+    directory.mkdir(exist_ok=True)
     done = start([sys.executable, "-c", COMMAND.format(before), *words], cold=True, cwd=directory, env=env)
     return done.returncode, done.stdout
 
@@ -37,21 +38,32 @@ def notes(directory: Path) -> list[str]:
     return file.read_text(encoding="ascii").split() if file.exists() else []
 
 
+LISTS_CHILDREN = (
+    "import autolaunch.jobs.run as jobs; show = jobs._show_choice; own = f'/proc/self/task/{os.getpid()}/children'; "
+    "jobs._show_choice = lambda *asked: (show(*asked), print('children', open(own).read().split()))"
+)
+
+
 def test_a_plan_is_the_same_wherever_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By a fork that imports torch, by one that need not, here, and here after a fork that has ended too early."""
-    code, cold = planned(tmp_path, *PLAN)
+    """By two forks, one of which imports torch, by one that need not, here, and here after forks that ended early."""
+    code, cold = planned(tmp_path, *PLAN, before=LISTS_CHILDREN)
     assert code == 0 and "8 devices" in cold and len(notes(tmp_path)) == 1
+    assert "children []\n" in cold  # they would stay as long as a run
+    cold = cold.replace("children []\n", "")
     again = planned(tmp_path, *PLAN, before=ONLY_BESIDE)
-    fails = planned(tmp_path, *PLAN, before="ahead._import_what_it_takes = lambda with_torch: os._exit(1)")
+    planner_fails = planned(tmp_path, *PLAN, before="ahead._import_planner = lambda: os._exit(1)")
+    assert len(notes(tmp_path)) == 1
+    profiler_fails = planned(tmp_path / "new", *PLAN, before="profiler._profile = lambda question: os._exit(1)")
+    assert not notes(tmp_path / "new")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "100")
     here = cli.run([*PLAN]), capfd.readouterr().out
-    shown = {screen.partition("run it")[0] for _, screen in ((0, cold), again, fails, here)}
-    assert [again[0], fails[0], here[0]] == [0, 0, 0] and len(shown) == 1
-    assert len(notes(tmp_path)) == 1
+    elsewhere = (again, planner_fails, profiler_fails, here)
+    assert [code for code, _ in elsewhere] == [0, 0, 0, 0]
+    assert {screen.partition("run it")[0] for _, screen in elsewhere} == {cold.partition("run it")[0]}
 
 
 def test_what_is_wrong_is_told_as_ever(
@@ -66,14 +78,17 @@ def test_what_is_wrong_is_told_as_ever(
     assert traced[0] == 1 and "in make_plan" in traced[1]
 
 
-WAITS = "ahead._import_what_it_takes = lambda with_torch: (print('waits', flush=True), __import__('time').sleep(100))"
+WAITS = (
+    "wait = lambda *asked: (print('waits', flush=True), __import__('time').sleep(100)); "
+    "profiler._profile = ahead._import_planner = wait"
+)
 
 
-def test_a_fork_ends_with_the_command_however_that_ends(tmp_path: Path) -> None:
+def test_forks_end_with_the_command_however_that_ends(tmp_path: Path) -> None:
     """A plan that nobody reads any longer, of a module that may take for ever, is not made."""
     words = [sys.executable, "-c", COMMAND.format(WAITS), *PLAN]
     with subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as command:
-        assert command.stdout is not None and command.stdout.readline() == "waits\n"
+        assert command.stdout is not None and command.stdout.readline() == command.stdout.readline() == "waits\n"
         command.kill()
         assert command.communicate(timeout=20)[0] == ""  # once nobody could write there any longer
 

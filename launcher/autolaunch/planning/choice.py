@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autolaunch.config.arithmetic import arithmetic_words
@@ -27,9 +27,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MakeProfile = Callable[[Mapping[str, Any], str], "ModelProfile"]
+"""What takes the arguments of `profiled` and does the same."""
 
-def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfile, Recipe]:
+
+def profile_of(
+    config: Mapping[str, Any], device_type: str, make: MakeProfile | None = None
+) -> tuple[ModelProfile, Recipe]:
     """What the model of a resolved job costs on such a device, and what a step of its training is.
+
+    Args:
+        make: what makes a profile that is not kept; by default this process.
 
     Raises:
         ConfigError: the size of the batch is not in the config, or the model can't be run on shapes alone.
@@ -46,7 +54,7 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
     known = KnownProfile(config, device_type)
     profile = known.read()
     if profile is None:
-        profile = _profiled(config, device_type)
+        profile = (make or profiled)(config, device_type)
         known.keep(profile)
     if without := _not_compiled(config):
         profile = dataclasses.replace(profile, refused={**profile.refused, "compile": without})
@@ -65,8 +73,12 @@ def profile_of(config: Mapping[str, Any], device_type: str) -> tuple[ModelProfil
     return profile, recipe
 
 
-def _profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
-    """The profile, from the model itself."""
+def profiled(config: Mapping[str, Any], device_type: str) -> ModelProfile:
+    """The profile, from the model itself.
+
+    Raises:
+        ConfigError: as `profile_of`.
+    """
     is_new_here = "torch" not in sys.modules
     from autolaunch.models import build_adapted_model, build_module
     from autolaunch.models.own_plan import own_plan
@@ -119,11 +131,12 @@ def _called(module: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
 
-def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:
+def plan_of(config: Mapping[str, Any], typed: Iterable[str], make: MakeProfile | None = None) -> Plan:
     """The planner's choice for `config["cluster"]`; what was typed is kept.
 
     Args:
         typed: the overrides of the command line.
+        make: as `profile_of`.
 
     Raises:
         ConfigError: nothing fits, or what was typed can't be.
@@ -133,7 +146,7 @@ def plan_of(config: Mapping[str, Any], typed: Iterable[str]) -> Plan:
     hardware = hardware_of(config["cluster"])
     _check_float8(config["precision"], hardware)
     wanted = wanted_by(typed, config)
-    profile, recipe = profile_of(config, hardware.device)
+    profile, recipe = profile_of(config, hardware.device, make)
     return make_plan(profile, dataclasses.replace(recipe, steps=_steps(config, typed)), hardware, wanted)
 
 
@@ -170,7 +183,10 @@ def _not_compiled(config: Mapping[str, Any]) -> str:
 
 
 def choice_of(
-    config: Mapping[str, Any], typed: list[str], by_device: Mapping[str, str]
+    config: Mapping[str, Any],
+    typed: list[str],
+    by_device: Mapping[str, str],
+    make: MakeProfile | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
     """(overrides that make the choice, the account of it as plain data: `planner.document`, and `why` if it was asked).
 
@@ -178,6 +194,7 @@ def choice_of(
         config: of a resolved job.
         typed: the overrides of the command line.
         by_device: of the job.
+        make: as `profile_of`.
 
     Raises:
         ConfigError: as `plan_of`; or what `config["why"]` asks for is no way to run.
@@ -186,7 +203,7 @@ def choice_of(
     from autolaunch_strategies.planner.explain import asked_of, why
     from autolaunch_strategies.planner.settings import overrides
 
-    plan = plan_of(config, typed)
+    plan = plan_of(config, typed, make)
     account = document(plan)
     account["warnings"] = [*account["warnings"], *_remarks(plan), *_without_use(plan, typed)]
     account["precision"] = ", ".join(arithmetic_words(config, by_device))
