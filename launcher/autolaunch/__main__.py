@@ -9,16 +9,20 @@ import sys
 def main() -> None:
     """Do what was typed, and end with its exit code. What takes longest begins before the rest is imported."""
     try:
-        from autolaunch.planning.profiler import begin
+        from autolaunch.planning import profiler
         from autolaunch.report.streams import keep_streams_open
 
         keep_streams_open()
-        begin(sys.argv[1:])
+        profiler.begin(sys.argv[1:])
         from autolaunch import cli
     except KeyboardInterrupt:  # nearly all of the time before `run`, which tells the same
         print("autolaunch: ended by Ctrl-C", file=sys.stderr)
         sys.exit(130)
-    code = cli.run(sys.argv[1:], plans_beside=True)
+    try:
+        code = cli.run(sys.argv[1:], plans_beside=True)
+    finally:
+        if (unused := profiler.taken()) is not None:
+            unused.end()
     gc.freeze()  # before it ends, Python would look for garbage in all of torch once more, for half a second
     sys.exit(code)
 

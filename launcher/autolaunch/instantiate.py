@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from autolaunch_strategies.config import ConfigError, nearest
+
+
+def let_imports_see_the_working_directory() -> None:
+    """Let `_target_: mymodel.Net` find ./mymodel.py; last, so that no file of the user's hides a package."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 def build(node: Mapping[str, Any], where: str = "", without: tuple[str, ...] = (), /, **extra: Any) -> Any:

@@ -30,7 +30,8 @@ import numpy as np
 from autolaunch.config.cluster import hardware_of
 from autolaunch.config.command_line import parse
 from autolaunch.config.compose import compose
-from autolaunch.jobs.run import let_imports_see_the_working_directory, resolve_job
+from autolaunch.instantiate import let_imports_see_the_working_directory
+from autolaunch.jobs.run import resolve_job
 from autolaunch.planning.choice import profile_of
 from autolaunch.planning.wanted import wanted_by
 from autolaunch.search.outcome import read_outcome

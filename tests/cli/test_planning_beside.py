@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from autolaunch import cli
+from autolaunch.planning import profiler
 from tests.support.ranks import environment, start
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
@@ -93,10 +94,48 @@ def test_forks_end_with_the_command_however_that_ends(tmp_path: Path) -> None:
         assert command.communicate(timeout=20)[0] == ""  # once nobody could write there any longer
 
 
+def test_variables_of_ranks_that_are_incomplete_are_told_as_ever(tmp_path: Path) -> None:
+    env = environment(RANK="1")
+    plan, page = (start([sys.executable, "-m", "autolaunch", *words], cwd=tmp_path, env=env) for words in (PLAN, HELP))
+    assert plan.returncode == 2 and "WORLD_SIZE" in plan.stdout and "Traceback" not in plan.stdout
+    assert page.returncode == 0 and "autolaunch plan" in page.stdout
+
+
+HELP = ("plan", "--help")
+OWN = """
+import torch
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256))
+"""
+
+
+def test_a_module_in_the_working_directory_is_planned(tmp_path: Path) -> None:
+    """By the script, which has not that directory on its path, as `python -m` has."""
+    (tmp_path / "own.py").write_text(OWN)
+    script = str(Path(sys.executable).parent / "autolaunch")
+    words = ("plan", "model=custom", "model._target_=own.Net", "data=synthetic", "cluster=h100x8")
+    planned = start([script, *words], cold=True, cwd=tmp_path, env=environment(XDG_CACHE_HOME=str(tmp_path / "cache")))
+    assert planned.returncode == 0 and "8 devices" in planned.stdout, planned.stdout
+
+
+def test_what_a_profile_does_not_depend_on_is_no_new_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "autolaunch" / "profiles").mkdir(parents=True)
+    profiler.note(PLAN)
+    for more in ([], ["--full"], ["full=true"], ["--why", "dp=ddp"], ["--why=mp=2"], ["why={mp:2}"], ["mesh.pp=2"]):
+        assert profiler.is_noted([*PLAN, *more]), more
+    for other in (["precision=16-mixed"], ["model.size=8b"], ["--config-dir", "conf"]):
+        assert not profiler.is_noted([*PLAN, *other]), other
+
+
 COMPILER = """
 import sys
 from autolaunch_strategies.torch_private.compiler import import_compiler_when_asked
 import_compiler_when_asked()
+from autolaunch.planning import profiler
+for module in profiler._MODULES:
+    __import__(module)
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 with FakeTensorMode():
@@ -108,7 +147,7 @@ with FakeTensorMode():
 def doubled(value):
     return value * 2
 torch._dynamo.graph_break("nothing to break")
-loaded = ["torch._dynamo.eval_frame" in sys.modules]
+loaded = ["torch.distributed.fsdp" in sys.modules, "torch._dynamo.eval_frame" in sys.modules]
 {}
 loaded.append("torch._dynamo.eval_frame" in sys.modules)
 print(loaded, torch.compile(doubled, backend="eager")(torch.ones(2)).tolist())
@@ -118,4 +157,4 @@ print(loaded, torch.compile(doubled, backend="eager")(torch.ones(2)).tolist())
 @pytest.mark.parametrize("asks", ["import torch._dynamo.utils", "from torch._dynamo import OptimizedModule"])
 def test_the_compiler_is_imported_once_something_asks_for_it(asks: str) -> None:
     done = start([sys.executable, "-c", COMPILER.format(asks)], cold=True)
-    assert done.stdout == "[False, True] [2.0, 2.0]\n"
+    assert done.stdout == "[False, False, True] [2.0, 2.0]\n"

@@ -59,6 +59,7 @@ from autolaunch.config.tokenizer import with_tokenizer
 from autolaunch.config.trained import TAKING_TASKS, check_model, takes_from_job, with_trained_job
 from autolaunch.directories import shown
 from autolaunch.garbage import no_garbage_collection
+from autolaunch.instantiate import let_imports_see_the_working_directory
 from autolaunch.job import ResolvedJob, write_beside
 from autolaunch.jobs import restarts
 from autolaunch.jobs.compare import compare_jobs, refuse_single_job
@@ -664,13 +665,6 @@ def typed_overrides(hydra: DictConfig) -> list[str]:
     overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     assert isinstance(overrides, list)
     return [unquoted(str(override)) for override in overrides]
-
-
-def let_imports_see_the_working_directory() -> None:
-    """Let `_target_: mymodel.Net` find ./mymodel.py; last, so that no file of the user's hides a package."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def _output_dir(config: DictConfig, node: DictConfig) -> Path:

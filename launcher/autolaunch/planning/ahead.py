@@ -1,10 +1,12 @@
-"""A process that plans: it imports what that takes while the config is composed in this one, on another processor."""
+"""A process that plans, on another processor.
+
+What that takes is imported while this one composes the config, or, if the model has to be profiled, while that is done.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,13 +22,10 @@ if TYPE_CHECKING:
 Choice = tuple[list[str], dict[str, Any]]
 """As `planning.choice.choice_of` returns it."""
 
-THREADS_OF_NUMPY = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that numpy's libraries read as they are imported. The planner's products are small: with a thread on each
-processor it took 2.5 s of them in place of 1.5, also from the process that composes the config meanwhile."""
-
 _MODULES = (
     *(f"autolaunch_strategies.planner.{name}" for name in ("recipe", "choose", "document", "explain", "settings")),
-    *("numpy.ma", "numpy.random"),  # which numpy imports when they are first used
+    "numpy.ma",  # which numpy imports when it is first used, as the next one
+    "numpy.random",
 )
 """What a choice is made with."""
 
@@ -41,7 +40,7 @@ def planner_beside(line: CommandLine) -> Iterator[None]:
     does not survive pickling.
     """
     global _waiting
-    begun = profiler.begun()
+    begun = profiler.taken()
     if line.asks_for_a_plan and works_beside() and not users_want_tracebacks():
         _waiting = _Planner(begun)
     elif begun is not None:
@@ -92,8 +91,6 @@ def _plan(begun: Fork | None, question: Callable[[], Any]) -> Choice:
     Args:
         begun: what profiles a model. It imports torch on one processor while the parent composes on the other.
     """
-    for threads in THREADS_OF_NUMPY:
-        os.environ.setdefault(threads, "1")
     if begun is None:
         _import_planner()
     config, typed, by_device = question()

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autolaunch.directories import user_cache
 from autolaunch.planning.forks import Fork, works_beside
+from autolaunch_strategies.config import ConfigError
 
 if TYPE_CHECKING:
     from autolaunch_strategies.planner.profile import ModelProfile
@@ -28,15 +30,19 @@ _MODULES = (
 )
 """What a profile is made with."""
 
+_PLANS, _PAGES = {"plan", "task=plan", "mesh=auto"}, {"--help", "-h", "--cfg", "-c", "--info", "-i"}
+"""Words of lines that ask for a plan, and of those that only print something."""
+
 _begun: Fork | None = None
 
 
 def begin(argv: Sequence[str]) -> None:
     """Begin, if a command line looks like one of a plan of a model that nothing is known of."""
     global _begun
-    asks = argv[:1] == ["plan"] or "task=plan" in argv or "mesh=auto" in argv
-    if asks and works_beside() and not is_noted(argv):
-        _begun = Fork(_profile)
+    if not _PLANS.isdisjoint(argv) and _PAGES.isdisjoint(argv):
+        with contextlib.suppress(ConfigError, OSError):  # of variables of ranks, which is told when they are read again
+            if works_beside() and not is_noted(argv):
+                _begun = Fork(_profile)
 
 
 def has_begun() -> bool:
@@ -44,7 +50,7 @@ def has_begun() -> bool:
     return _begun is not None
 
 
-def begun() -> Fork | None:
+def taken() -> Fork | None:
     """The one that has begun, once; who takes it ends it."""
     global _begun
     taken, _begun = _begun, None
@@ -84,6 +90,7 @@ def _notes() -> Path:
 
 
 def _noted_as(argv: Sequence[str]) -> str:
-    keys = {word: word.lstrip("+~").partition("=")[0].split(".")[0] for word in argv}
-    words = sorted(word for word, key in keys.items() if key not in _NOT_OF_MODELS)
+    keys = {word: word.lstrip("+~-").partition("=")[0].split(".")[0] for word in argv}
+    asked = {word for flag, word in itertools.pairwise(argv) if flag == "--why"}
+    words = sorted(word for word, key in keys.items() if key not in _NOT_OF_MODELS and word not in asked)
     return hashlib.blake2b(repr(words).encode(), digest_size=8).hexdigest()

@@ -54,7 +54,7 @@ def profile_apart(job: ResolvedJob, device: str) -> tuple[ModelProfile, Recipe]:
 
 def main() -> None:
     """Profile the model of the job file of the first argument into the file of the second one."""
-    from autolaunch.jobs.run import let_imports_see_the_working_directory
+    from autolaunch.instantiate import let_imports_see_the_working_directory
     from autolaunch.planning.choice import profile_of
 
     let_imports_see_the_working_directory()

@@ -29,7 +29,7 @@ def linear_weights(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _class_before_sharding(module: nn.Module) -> type[nn.Module]:
-    """The class that `fully_shard` has put its own before. Who has not imported that has sharded nothing."""
+    """The class of a module before `fully_shard` gave it one of its own; unless that is imported it did not."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     is_sharded = fsdp is not None and isinstance(module, fsdp.FSDPModule)
     return type(module).__mro__[2] if is_sharded else type(module)
