@@ -13,7 +13,7 @@ from pathlib import Path
 from autolaunch import __version__
 from autolaunch.config.command_line import HYDRA_INFO, CommandLine, compares_runs, parse, users_want_tracebacks
 from autolaunch.garbage import no_garbage_collection
-from autolaunch.planning import profiler
+from autolaunch.planning.ahead import planner_beside
 from autolaunch.report.streams import lost_output
 from autolaunch_strategies.config import ConfigError, ConfigErrors, raise_all
 
@@ -61,9 +61,7 @@ def _run(line: CommandLine, plans_beside: bool) -> int:
         return _printed(_print_own_page(line))
     if line.runs:
         with contextlib.ExitStack() as stack:
-            if plans_beside and (line.asks_for_a_plan or profiler.has_begun()):
-                from autolaunch.planning.ahead import planner_beside
-
+            if plans_beside:
                 stack.enter_context(planner_beside(line))
             with no_garbage_collection():
                 from autolaunch.jobs.run import run_jobs

@@ -15,6 +15,7 @@ from tests.support.ranks import environment, start
 pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
 
 PLAN = ("plan", "model=llama", "model.size=debug", "data=synthetic", "cluster=h100x8")
+HELP = ("plan", "--help")
 TOO_LARGE = ("plan", "model=llama", "model.size=405b", "cluster=h100x8")
 COMMAND = "import os; from autolaunch.planning import ahead, profiler; {}; from autolaunch.__main__ import main; main()"
 
@@ -101,7 +102,6 @@ def test_variables_of_ranks_that_are_incomplete_are_told_as_ever(tmp_path: Path)
     assert page.returncode == 0 and "autolaunch plan" in page.stdout
 
 
-HELP = ("plan", "--help")
 OWN = """
 import torch
 class Net(torch.nn.Sequential):
@@ -115,8 +115,8 @@ def test_a_module_in_the_working_directory_is_planned(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     script = str(Path(sys.executable).parent / "autolaunch")
     words = ("plan", "model=custom", "model._target_=own.Net", "data=synthetic", "cluster=h100x8")
-    planned = start([script, *words], cold=True, cwd=tmp_path, env=environment(XDG_CACHE_HOME=str(tmp_path / "cache")))
-    assert planned.returncode == 0 and "8 devices" in planned.stdout, planned.stdout
+    done = start([script, *words], cold=True, cwd=tmp_path, env=environment(XDG_CACHE_HOME=str(tmp_path / "cache")))
+    assert done.returncode == 0 and "8 devices" in done.stdout, done.stdout
 
 
 def test_what_a_profile_does_not_depend_on_is_no_new_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ _waiting: _Planner | None = None
 
 @contextlib.contextmanager
 def planner_beside(line: CommandLine) -> Iterator[None]:
-    """Have a planner at hand for a command line that asks for one plan.
+    """Have a planner at hand for a command line that asks for one plan. For others a profiler that has begun ends.
 
     None where it could not run beside this process; nor where errors are to be shown with where they were raised, which
     does not survive pickling.

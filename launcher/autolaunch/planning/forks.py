@@ -72,7 +72,7 @@ class Fork:
     def end(self) -> None:
         """End it, whatever it does. What is left of it goes once the process that made it has called this."""
         for pipe in (self._to, self._of):
-            with contextlib.suppress(OSError):  # a question that it has not read is written when this is closed
+            with contextlib.suppress(OSError):  # the rest of a question is written now, perhaps to nobody
                 pipe.close()
         with contextlib.suppress(OSError):
             os.kill(self._process, signal.SIGKILL)

@@ -30,8 +30,8 @@ _MODULES = (
 )
 """What a profile is made with."""
 
-_PLANS, _PAGES = {"plan", "task=plan", "mesh=auto"}, {"--help", "-h", "--cfg", "-c", "--info", "-i"}
-"""Words of lines that ask for a plan, and of those that only print something."""
+_PLANS = {"plan", "task=plan", "mesh=auto"}
+"""Words of which a line that asks for a plan has one."""
 
 _begun: Fork | None = None
 
@@ -39,15 +39,9 @@ _begun: Fork | None = None
 def begin(argv: Sequence[str]) -> None:
     """Begin, if a command line looks like one of a plan of a model that nothing is known of."""
     global _begun
-    if not _PLANS.isdisjoint(argv) and _PAGES.isdisjoint(argv):
-        with contextlib.suppress(ConfigError, OSError):  # of variables of ranks, which is told when they are read again
-            if works_beside() and not is_noted(argv):
-                _begun = Fork(_profile)
-
-
-def has_begun() -> bool:
-    """Whether there is one to take."""
-    return _begun is not None
+    with contextlib.suppress(ConfigError, OSError):  # of variables of ranks, which is told when they are read again
+        if not _PLANS.isdisjoint(argv) and works_beside() and not is_noted(argv):
+            _begun = Fork(_profile)
 
 
 def taken() -> Fork | None:

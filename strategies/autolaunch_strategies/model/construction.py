@@ -171,15 +171,14 @@ class Construction:
         """Write down one operation that ran on meta."""
         if operator.is_view:
             return  # the output is another window on recorded memory; windows are recorded where they are used
-        written = set()
-        if names := writes_to(operator):
-            written = {
-                storage_key(value)
-                for name, value in _named_arguments(operator, args, kwargs)
-                if name in names
-                for value in leaves_in(value)
-                if isinstance(value, torch.Tensor)
-            }
+        names = writes_to(operator)
+        written = {
+            storage_key(value)
+            for name, value in _named_arguments(operator, args, kwargs)
+            if name in names
+            for value in leaves_in(value)
+            if isinstance(value, torch.Tensor)
+        }
         arguments = mapped(self._describe, (args, kwargs))
         reads = {leaf.storage for leaf in leaves_in(arguments) if isinstance(leaf, _View)}
         outputs: list[_View | None] = []
