@@ -356,6 +356,20 @@ def test_kernels_of_cuda(precision: str, fused: bool) -> None:
     assert (block.saved_bytes - others.saved_bytes >= scores) == (not fused)
 
 
+@pytest.mark.parametrize(("precision", "width"), [("bf16-true", 2), ("bf16-mixed", 4), ("32-true", 4)])
+def test_a_norm_is_one_kernel_of_cuda(precision: str, width: int) -> None:
+    """It keeps its input (autocast makes it fp32), and one number per row; a CPU makes it of eight."""
+    model = nn.Sequential(*(nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64, bias=False)) for _ in range(3)))
+    example = ExampleInputs("", (torch.zeros(2, POSITIONS, 64),), {}, False)
+    block, on_cpu = (
+        profile_module(model, POSITIONS, example=example, precision=precision, device_type=device).kinds[0]
+        for device in ("cuda", "cpu")
+    )
+    narrow = 4 if precision == "32-true" else 2
+    assert block.saved_bytes == POSITIONS * (64 * (width + narrow) + 4)
+    assert block.kernels == 2 + 2 * (precision == "bf16-mixed") < on_cpu.kernels
+
+
 def test_mixed_precision_keeps_narrow_activations_and_no_weights() -> None:
     model = MODELS["qwen3"]()
     full, mixed = (

@@ -1,17 +1,18 @@
 """Functions of torch as they run on the device that is planned for, while a pass is recorded on a CPU's shapes.
 
-On CUDA attention is one kernel in most cases, and keeps queries, keys, values, its output and one number per row;
-autocast computes more functions in fp32 than on a CPU.
+On CUDA attention is one kernel in most cases, and keeps queries, keys, values, its output and one number per row; so is
+`rms_norm`, which a CPU computes in eight; autocast computes more functions in fp32 than on a CPU.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -19,20 +20,26 @@ from torch.utils._pytree import tree_map
 
 from autolaunch_strategies.planner.operators import Tape
 from autolaunch_strategies.torch_private.attention import attention_replaced
+from autolaunch_strategies.torch_private.tracing import FUSED_RMS_NORM, FUSED_RMS_NORM_BACKWARD
+from autolaunch_strategies.tracing.recorder import Operation
 
 _FP32_NAMES = (
     "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt", "pow", "softplus", "layer_norm",
-    "group_norm", "norm", "cosine_similarity", "nll_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss",
-    "mse_loss", "cdist", "logsumexp", "prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum", "cross_entropy",
-    "__pow__", "__rpow__",
+    "rms_norm", "group_norm", "norm", "cosine_similarity", "nll_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "cdist", "logsumexp", "prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum",
+    "cross_entropy", "__pow__", "__rpow__",
 )  # fmt: skip
-"""From torch's documentation of autocast: what CUDA autocasts to float32."""
+"""From torch's documentation of autocast: what CUDA autocasts to float32; and `rms_norm`, by what it returns there."""
 _FP32 = {
     function
     for holder in (torch, torch.Tensor, F)
     for name in _FP32_NAMES
     if (function := getattr(holder, name, None)) is not None
 }
+_NO_MODULE = nn.Module()
+_RMS_NORM = {torch.rms_norm, F.rms_norm}
+_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum}
+"""Functions of torch that join the dims which count products before they multiply."""
 
 
 @contextmanager
@@ -84,7 +91,27 @@ class _Functions(TorchFunctionMode):
             return _dropout(func, *args, **kwargs)
         if not self.on_cpu and func in _FP32 and torch.is_autocast_enabled("cpu") and kwargs.get("dtype") is None:
             args, kwargs = tree_map(_widened, (args, kwargs))
+        if not self.on_cpu and func in _RMS_NORM:
+            return self._rms_norm(func, *args, **kwargs)
+        if func in _PRODUCTS:
+            with self.tape.joining():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _rms_norm(
+        self,
+        func: Any,
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        """One kernel, if types agree (torch's `layer_norm.cpp`) and no normalised dim is sharded."""
+        dim = self.tape.dim_of(input)
+        whole = dim is None or dim < input.dim() - len(normalized_shape)
+        if not whole or (weight is not None and weight.dtype != input.dtype):
+            return func(input, normalized_shape, weight, eps)
+        return _FusedNorm.apply(input, weight, len(normalized_shape), self.tape)
 
     def attention(
         self,
@@ -150,15 +177,13 @@ class _Fused(torch.autograd.Function):
         tape: Tape,
     ) -> torch.Tensor:
         batch, heads, rows, _ = query.shape
-        with tape.unheard():
+        with tape.unregistered():
             # Heads lie next to each other in memory, so that joining them moves nothing.
-            tape.unseen = True
             width = value.shape[-1]
             strides = (rows * heads * width, width, heads * width, 1)
             result = query.new_empty_strided((batch, heads, rows, width), strides)
             sums = query.new_empty(batch, heads, rows, dtype=torch.float32)
-            tape.unseen = False
-            tape.fused_attention(query, key, value, causal, result, sums)
+        tape.fused_attention(query, key, value, causal, result, sums)
         context.save_for_backward(query, key, value, mask, result, sums)
         context.tape = tape
         return result
@@ -172,3 +197,36 @@ class _Fused(torch.autograd.Function):
                 context.tape.shard(tensor, dim)
         context.tape.fused_backward(context.saved_tensors, own_gradients)
         return (*own_gradients, None, None, None)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps its input, and one number for each row."""
+
+    @staticmethod
+    def forward(
+        context: Any, input: torch.Tensor, weight: torch.Tensor | None, normalized_dims: int, tape: Tape
+    ) -> torch.Tensor:
+        rows = (*input.shape[: input.dim() - normalized_dims], *([1] * normalized_dims))
+        with tape.unregistered():
+            result, scales = torch.empty_like(input), input.new_empty(rows, dtype=torch.float32)
+        tape.operator(_operation(FUSED_RMS_NORM, [input, weight], [result, scales]))
+        context.save_for_backward(input, weight, scales)
+        context.tape = tape
+        return result
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        input, weight, scales = context.saved_tensors
+        with context.tape.unregistered():
+            own_gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in (input, weight)]
+        arguments = [gradients[0], input, scales, weight]
+        context.tape.operator(_operation(FUSED_RMS_NORM_BACKWARD, arguments, own_gradients))
+        return (*own_gradients, None, None)
+
+
+def _operation(
+    operator: Any, arguments: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor | None]
+) -> Operation:
+    """A call of an operator with such tensors."""
+    inputs, outputs = ([tensor for tensor in tensors if tensor is not None] for tensors in (arguments, results))
+    return Operation(operator, inputs, {}, tuple(outputs), inputs, outputs, [], _NO_MODULE)

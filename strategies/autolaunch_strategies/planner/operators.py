@@ -95,7 +95,9 @@ class Tape(Observer):
         self.quiet = False
         self.in_experts = False
         """Whether the experts of a mixture are running."""
-        self.unseen = False
+        self.joins = False
+        """Whether changes of shape are those of a product, see `joining`."""
+        self._unseen = False
         """Memory that is made now is registered later."""
         self.events: list[tuple[int, bool, int]] = []
         """(bytes, whether sharded, its own place) of each allocation; when it is freed (the same negative, the place of
@@ -218,6 +220,28 @@ class Tape(Observer):
         finally:
             self.quiet = before
 
+    @contextmanager
+    def unregistered(self) -> Iterator[None]:
+        """Within it nothing is charged, and memory that is made is registered later."""
+        with self.unheard():
+            self._unseen = True
+            try:
+                yield
+            finally:
+                self._unseen = False
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within it a function of torch joins dims, which leaves sharded what code of a model that does it would not.
+
+        `views` makes a tensor whole whose sharded dim that code joins to dims in front of it.
+        """
+        before, self.joins = self.joins, True
+        try:
+            yield
+        finally:
+            self.joins = before
+
     # --- operators ---
 
     @property
@@ -233,7 +257,7 @@ class Tape(Observer):
                 self.tally.casts.add(name)
                 self._casts.add(storage_key(outputs[0]))
         exchange = self._shard_outputs(operation, dims)
-        if not self.unseen:
+        if not self._unseen:
             for tensor in outputs:
                 self._register(tensor, self.dim_of(tensor) is not None)
             if not self.backward and exchange != REDUCED:
@@ -290,7 +314,8 @@ class Tape(Observer):
         if name == "embedding":
             return REDUCED
         pointwise = torch.Tag.pointwise in operation.operator.tags
-        output_dims, exchange = sharded_outputs(name, pointwise, operation.args, dims, outputs)
+        joins = self.joins or self.backward
+        output_dims, exchange = sharded_outputs(name, pointwise, operation.args, dims, outputs, joins)
         whole = inputs[0].shape[dims[id(inputs[0])]] if id(inputs[0]) in dims else 0
         for tensor, dim in zip(outputs, output_dims, strict=False):
             if dim is not None:

@@ -24,21 +24,65 @@ _ACROSS = {"_softmax": 1, "_safe_softmax": 1, "cumsum": 1}
 """Operators that keep shapes, but not along this argument's dim."""
 
 
+class JoinedDim(int):
+    """A dim into which a sharded one is joined, behind `outer` elements that are not: torch's `_StridedShard`."""
+
+    outer: int
+
+    def __new__(cls, dim: int, outer: int) -> JoinedDim:
+        result = super().__new__(cls, dim)
+        result.outer = outer
+        return result
+
+
+def _outer(dim: int) -> int:
+    return dim.outer if isinstance(dim, JoinedDim) else 1
+
+
+def _joined(dim: int | None, outer: int) -> int | None:
+    return dim if dim is None or outer == 1 else JoinedDim(dim, outer)
+
+
 def sharded_outputs(
-    name: str, pointwise: bool, args: Sequence[Any], dims: dict[int, int], outputs: Sequence[torch.Tensor]
+    name: str,
+    pointwise: bool,
+    args: Sequence[Any],
+    dims: dict[int, int],
+    outputs: Sequence[torch.Tensor],
+    joins: bool = False,
 ) -> tuple[list[int | None], str]:
     """(for each output the dim that is sharded, what ranks exchange for it).
 
     Args:
         name: of the operator, without its overload; no matrix product (see `sharded_product`).
         dims: `id` of a tensor argument -> its sharded dim; of those that are sharded.
+        joins: whether a change of shape may join a sharded dim to those in front of it.
     """
+    sharded = [
+        dims[id(leaf)]
+        for arg in args
+        for leaf in (arg if isinstance(arg, list | tuple) else (arg,))
+        if id(leaf) in dims
+    ]
+    if name in _RESHAPES:
+        tensor = next(arg for arg in args if id(arg) in dims)
+        return _judged([_through_view(tensor.shape, dims[id(tensor)], output.shape, joins) for output in outputs])
+    outers = {_outer(dim) for dim in sharded}
+    if len(outers) > 1:
+        return [None] * len(outputs), GATHERED
+    output_dims, exchange = _followed(name, pointwise, args, dims, outputs)
+    outer = outers.pop()
+    return [_joined(dim, outer) for dim in output_dims], exchange
+
+
+def _followed(
+    name: str, pointwise: bool, args: Sequence[Any], dims: dict[int, int], outputs: Sequence[torch.Tensor]
+) -> tuple[list[int | None], str]:
+    """As `sharded_outputs`, of an operator that leaves dims joined as they are."""
     first = args[0] if args else None
     sharded = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,)) if id(leaf) in dims]
     tensor = sharded[0]
     dim = dims[id(tensor)]
-    if name in _RESHAPES:
-        return _judged([_through_view(tensor.shape, dim, output.shape) for output in outputs])
     if name in ("transpose", "t") and isinstance(first, torch.Tensor):
         one, other = (args[1] % tensor.dim(), args[2] % tensor.dim()) if name == "transpose" else (0, tensor.dim() - 1)
         return [{one: other, other: one}.get(dim, dim)] * len(outputs), SAME
@@ -79,13 +123,13 @@ def sharded_product(left: int | None, right: int | None, batched: bool) -> tuple
     rows, inner = (1, 2) if batched else (0, 1)
     columns, under = inner, rows  # of the right operand
     if batched and 0 in (left, right):
-        return "count", 0, SAME
+        return "count", left if left == 0 else right, SAME
     if right == columns:
         return "columns", columns, GATHERED if left == inner else SAME
     if right == under:
         return "inner", None, REDUCED
     if left == rows:
-        return "count", rows, SAME
+        return "count", left, SAME
     return "", None, GATHERED if left is not None else SAME
 
 
@@ -95,16 +139,18 @@ def _judged(output_dims: list[int | None], least: int = 0) -> tuple[list[int | N
     return output_dims, SAME if sharded >= (least or len(output_dims)) else GATHERED
 
 
-def _through_view(before: Sequence[int], dim: int, after: Sequence[int]) -> int | None:
-    """Where a sharded dim is after a change of shape: it stays first among the dims that it becomes."""
-    front, size, product = math.prod(before[:dim]), before[dim], 1
+def _through_view(before: Sequence[int], dim: int, after: Sequence[int], joins: bool) -> int | None:
+    """Where a sharded dim is after a change of shape: first among the dims that it becomes, or joined behind others."""
+    front, size = math.prod(before[:dim]) * _outer(dim), before[dim] // _outer(dim)
+    product = 1
     for place, length in enumerate(after):
-        if product == front and length > 1:
-            # Joined with dims in front of it, or a part of a head: the parts of ranks are not contiguous.
-            return place if length % size == 0 or size % length == 0 else None
+        if length > 1 and product * length > front:
+            outer = front // product
+            own = length // outer
+            even = front % product == 0 and length % outer == 0 and (own % size == 0 or size % own == 0)
+            # A part of a head, or joined with dims in front of it: the parts of ranks are not contiguous.
+            return _joined(place, outer) if even and (joins or outer == 1) else None
         product *= length
-        if product > front:
-            return None
     return None
 
 

@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 
+FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default
+FUSED_RMS_NORM_BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
+"""What `rms_norm` is on CUDA; on a CPU it is made of other operators."""
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common exactly when they share memory (true on meta, too)."""
