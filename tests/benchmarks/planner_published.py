@@ -50,7 +50,7 @@ FITTED = (
 )  # fmt: skip
 """What calibration changes."""
 
-MEGATRON = ("korthikanti", "zerobubble", "megatron_sc21", "mbridge")
+MEGATRON = ("korthikanti", "zerobubble", "megatron_sc21", "mbridge", "mit_orcd")
 """How the sources begin that ran Megatron or what is like it."""
 
 SCHEDULES_IN_NOTES = {
@@ -78,6 +78,8 @@ class Published:
     """As `run` has it, but for what stages send."""
     memory_gib: float | None
     row: dict[str, str]
+    ran: bool
+    """Whether it did; else it ran out of memory."""
 
     @property
     def timed(self) -> bool:
@@ -85,11 +87,16 @@ class Published:
         return self.run.seconds > 0
 
 
-def read(path: Path = ROWS) -> list[Published]:
-    """All rows of a file, those without a step time included (`seconds` is 0 there)."""
+def read(path: Path = ROWS, with_failures: bool = False) -> list[Published]:
+    """All rows of a file, those without a step time included (`seconds` is 0 there).
+
+    Args:
+        with_failures: those that ran out of memory, too.
+    """
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return [published for row in rows if (published := _published(row)) is not None]
+    found = [published for row in rows if (published := _published(row)) is not None]
+    return [item for item in found if item.ran or with_failures]
 
 
 def _number(row: dict[str, str], key: str, default: float) -> float:
@@ -106,8 +113,6 @@ def _whole(row: dict[str, str], key: str, default: int) -> int:
 
 def _published(row: dict[str, str]) -> Published | None:
     note = (row.get("note") or "").lower()
-    if re.search(r"\boom\b|fail=|\bfailed\b", note):
-        return None
     if re.search(r"(nv|mx)fp4", f"{row.get('precision') or ''} {note}".lower()):
         return None  # no type of the planner's: it would be taken for another one
     hidden, layers = _whole(row, "hidden", 0), _whole(row, "layers", 0)
@@ -150,7 +155,8 @@ def _published(row: dict[str, str]) -> Published | None:
     memory = _number(row, "mem_gib", 0) or None
     sends = profile if candidate.sequence_parallel else _model(row, note, sends_over=mp)
     run = Run(sends, recipe, candidate, seconds, hardware)
-    return Published(row["source"], row["model"], sweep, run, profile, memory, row)
+    ran = re.search(r"\boom\b", note) is None
+    return Published(row["source"], row["model"], sweep, run, profile, memory, row, ran)
 
 
 def _is_torch(row: dict[str, str], note: str) -> bool:
@@ -165,7 +171,8 @@ def _model(row: dict[str, str], note: str, sends_over: int = 1) -> ModelProfile:
     name = row["model"].lower()
     modern = (row.get("precision") or "").lower()[:4] not in ("fp16", "") or "flash" in note
     every_second = row.get("recompute") == "selective_op"  # what torchtitan computes again
-    written_out = _is_torch(row, note) and "maxtext" not in f"{row['source']} {note}".lower()
+    is_torch, dropout = _is_torch(row, note), "dropout" in note
+    written_out = is_torch and "maxtext" not in f"{row['source']} {note}".lower()
     glu = "llama" in name or "mistral" in name or "mixtral" in name or "qwen" in name or ffn != 4 * hidden
     vocab, mp = _whole(row, "vocab", 51200), max(_whole(row, "tp", 1), 1)
     if mp > 1:  # vocabularies are made divisible where they are divided, and are else as stated
@@ -173,7 +180,7 @@ def _model(row: dict[str, str], note: str, sends_over: int = 1) -> ModelProfile:
     key_heads = _whole(row, "kv_heads", heads)
     return _profile(
         *(_whole(row, "layers", 0), hidden, heads, seq, vocab, key_heads, ffn),
-        *(glu, modern, name, sends_over, every_second, written_out and glu),
+        *(glu, modern, name, sends_over, every_second, written_out and glu, is_torch, dropout),
     )
 
 
@@ -192,8 +199,13 @@ def _profile(
     sends_over: int,
     every_second: bool,
     written_out: bool,
+    is_torch: bool,
+    dropout: bool,
 ) -> ModelProfile:
-    """`modern`: fused attention and no dropout; else as Megatron of 2021. `written_out`: as Llama's code in torch."""
+    """`modern`: fused attention, and dropout only with `dropout`; else as Megatron of 2021. `written_out`: as Llama's
+    code in torch. Megatron's loss takes exponentials in place (`cross_entropy.py`), and its selective recomputation is
+    that of attention.
+    """
     profile = transformer_profile(
         layers,
         hidden,
@@ -204,11 +216,12 @@ def _profile(
         ffn=ffn,
         glu=glu,
         attention="fused" if modern else "plain",
-        dropout=not modern,
+        dropout=dropout or not modern,
         bias=not glu,
         tied=not glu,
         learned_positions=not glu,
-        selective="outputs" if modern else "attention",
+        selective="outputs" if is_torch else "attention",
+        logit_bytes=12 if is_torch else 6,
         written_out=written_out,
         name=name,
     )
@@ -306,7 +319,7 @@ def _hardware(row: dict[str, str], devices: int, stack: str) -> Hardware:
 
 @functools.cache
 def _device(gpu: str, memory: float, stack: str) -> Hardware:
-    names = ("gb300", "gb200", "b200", "h200", "h100", "h800", "a100", "a800")
+    names = ("gb300", "gb200", "b300", "b200", "h200", "h100", "h800", "a100", "a800")
     found = next((name for name in names if name in gpu), None)
     if found is None:  # by its memory: the nearest kind that is known
         found = "b200" if memory > 150 else "h200" if memory > 100 else "h100" if memory > 41 else "a100"

@@ -1,17 +1,19 @@
-"""Predicted against published memory of a device.
+"""Predicted against published memory of a device, and whether a run fits.
 
     python tests/benchmarks/planner_published_memory.py [--rows FILE.csv] [--source NAME] [--residuals]
 
-Rows have the columns of `published_runs.csv`; those without `mem_gib` and those that ran out of memory are left out.
-Nothing is fitted. What was measured differs between sources, and is read from the rows:
+Rows have the columns of `published_runs.csv`; errors are those of rows with `mem_gib`. Whether a run fits is asked of
+all rows of a source that has some which ran out of memory (`planner_layouts.py` asks it of 964 more). Nothing is
+fitted. What was measured differs between sources, and is read from the rows:
 
 - unit: `mem_gib` holds GiB, but where the note says "GB" what stands there is 1e9 bytes;
 - what counts: the allocator's peak or a sum of parts. What the allocator wastes and what the driver takes beyond it is
   in rows whose notes name nvidia-smi only, and what the allocator wastes in those of tools that print what it reserved;
 - state: bytes of parameters, gradients and optimizer for a parameter where a note gives them, else by precision;
 - streams: `reserved` holds one pool for each stream, each at its own peak (`beside`);
-- stack: Megatron (levels below 3) frees what it has sent or gathered. PyTorch's own (level 3) computes cross entropy in
-  fp32 with a kernel for each operation, and its `selective_op` keeps the output of every second matrix product.
+- stack: Megatron (levels below 3) frees what it has sent or gathered, and makes its loss of scores in place. PyTorch's
+  own (level 3) computes cross entropy in fp32 with a kernel for each operation, and its `selective_op` keeps the output
+  of every second matrix product.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "strategies")]
 from autolaunch_strategies.planner.candidate import Candidate, Candidates  # noqa: E402 - behind the path
 from autolaunch_strategies.planner.hardware import Hardware  # noqa: E402 - behind the path
 from autolaunch_strategies.planner.memory import memory_account, peak_memory  # noqa: E402 - behind the path
+from autolaunch_strategies.planner.plan import MEASURED, SURE  # noqa: E402 - behind the path
 from autolaunch_strategies.planner.profile import ModelProfile, Recipe  # noqa: E402 - behind the path
 from autolaunch_strategies.planner.stages import Cut, cut  # noqa: E402 - behind the path
 from tests.benchmarks.planner_published import ROWS, Published, read  # noqa: E402 - behind the path
@@ -70,11 +73,42 @@ def errors(path: Path = ROWS) -> list[Error]:
     for item in read(path):
         if item.memory_gib is None:
             continue
-        candidates = Candidates.of([candidate_of(item)])
-        with as_published(item):
-            predicted = peak_memory(*case(item), candidates).bytes[0] + beside(item)
-        found.append(Error(item, item.memory_gib * unit(item), float(predicted)))
+        found.append(Error(item, item.memory_gib * unit(item), needed(item, *case(item))))
     return found
+
+
+def needed(item: Published, profile: ModelProfile, recipe: Recipe, hardware: Hardware) -> float:
+    """Predicted bytes of the fullest device."""
+    with as_published(item):
+        return float(peak_memory(profile, recipe, hardware, Candidates.of([candidate_of(item)])).bytes[0]) + beside(
+            item
+        )
+
+
+def shares(path: Path = ROWS) -> Iterator[tuple[Published, float]]:
+    """(row, the predicted share of a device's memory), with what allocation wastes and the runtime takes."""
+    rows = read(path, with_failures=True)
+    failed = {item.source for item in rows if not item.ran}
+    for item in rows:
+        if item.source in failed:
+            profile, recipe, _ = case(item)
+            assert item.run.hardware is not None
+            yield item, needed(item, profile, recipe, item.run.hardware) / item.run.hardware.memory_bytes
+
+
+def verdicts(found: Iterable[tuple[Published, float]]) -> Iterator[str]:
+    """Per source and limit: how often it was told rightly whether a run fits."""
+    yield f"{'fits':<24} {'rows':>4} {'failed':>6} {'limit':>6} {'right':>7}  fits, and no  no, and ran"
+    by_source: dict[str, list[tuple[bool, float]]] = {}
+    for item, share in found:
+        by_source.setdefault(item.source, []).append((item.ran, share))
+    for source, rows in by_source.items():
+        for limit in (SURE, MEASURED, 1.0):
+            wrongly = [sum(ran != fits for ran, share in rows if (share <= limit) == fits) for fits in (True, False)]
+            yield (
+                f"{source:<24} {len(rows):>4} {sum(not ran for ran, _ in rows):>6} {limit:>6.0%} "
+                f"{1 - sum(wrongly) / len(rows):>7.1%} {wrongly[0]:>13} {wrongly[1]:>11}"
+            )
 
 
 def is_megatron(item: Published) -> bool:
@@ -225,6 +259,9 @@ def main() -> None:
             pieces = " ".join(f"{name[:6]} {value / 2**30:.1f}" for name, value in values.items())
             print(f"{row.published / 2**30:7.1f} {row.relative:+7.1%} rank {fullest}: {pieces}  {described(row.row)}")
     print("\n".join(report(found)))
+    told = [row for row in shares(arguments.rows) if not arguments.source or row[0].source in arguments.source]
+    if told:
+        print("\n".join(verdicts(told)))
 
 
 if __name__ == "__main__":

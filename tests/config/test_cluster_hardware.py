@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
 
 
 def test_there_are_profiles() -> None:
-    assert OWN == ["a100_40", "a100_80", "b200", "cpu", "gb200", "gb300", "h100", "h200"]
+    assert OWN == ["a100_40", "a100_80", "b200", "b300", "cpu", "gb200", "gb300", "h100", "h200"]
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -103,7 +103,7 @@ def test_single_numbers_can_be_replaced(compose: Compose) -> None:
             Told(
                 "cluster=h101",
                 "h100",
-                allowed="a100, a100_40, a100_80, b200, cpu, gb200, gb300, h100, h200, local, "
+                allowed="a100, a100_40, a100_80, b200, b300, cpu, gb200, gb300, h100, h200, local, "
                 "each also with a number, as h100xN with N devices",
                 write="cluster=h100",
             ),
@@ -333,6 +333,7 @@ def test_what_was_calibrated_for_other_constants_is_not_used(compose: Compose, m
             ("NVIDIA H100 80GB HBM3", "h100"),
             ("NVIDIA H200", "h200"),
             ("NVIDIA B200", "b200"),
+            ("NVIDIA B300 SXM6 AC", "b300"),
             ("NVIDIA GB200", "gb200"),
             ("NVIDIA GB300", "gb300"),
         ],

@@ -29,6 +29,7 @@ SHARE_OF_MEMORY = 0.9
 _PROFILES = {
     r"GB300": "gb300",
     r"GB200": "gb200",
+    r"B300": "b300",
     r"B200": "b200",
     r"H200": "h200",
     r"H100": "h100",

@@ -16,8 +16,10 @@ The shares are measurements of kernels that others have published, not fits to t
   Blackwell, and is taken to make no more of a B200's multiprocessors than of an H100's.
 - `attention_width`: what heads of 64 reach of heads of 128 with a causal mask, forward, in the same figures: cuDNN 388
   of 539, FlashAttention 2 299 of 335 (heads of 256: no faster than of 128).
-- `fp8`: the share of what bf16 reaches (1,453 of 1,979 beside 794.5 of 989.5 TFLOP/s on H200, 3,433 of 4,500 beside
-  1,745 of 2,250 on B200; the same table). What scaling and casting take is not in it: `time` counts their bytes.
+- `fp8`: the share of what bf16 reaches. On H200 (bursts, the same table) 1,453 of 1,979 beside 794.5 of 989.5 TFLOP/s.
+  On B200 both at its power limit for 60 s (cuBLASLt 13.8, mit-orcd/orcd-benchmarks, b300-nodes, October 2026): 2,524 of
+  4,500 beside 1,396 of 2,250; a B300 of 1,100 W keeps 0.88 up, and is no generation of its own here. What scaling and
+  casting take is not in it: `time` counts their bytes.
 
 torch takes cuDNN's attention first on Hopper and Blackwell since cuDNN 9.15 (`check_prefer_cudnn_attention` in
 aten/native/transformers/cuda/sdp_utils.cpp), before that FlashAttention 2: `torch_2024`. Megatron's comes from
@@ -34,10 +36,10 @@ GENERATIONS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "ampere": {"matmul": 0.79, "attention": 0.60, "attention_width": 18.0},
         "hopper": {"matmul": 0.79, "attention": 0.53, "fp8": 0.91},
-        "blackwell": {"matmul": 0.66, "attention": 0.54, "fp8": 0.98},
+        "blackwell": {"matmul": 0.66, "attention": 0.54, "fp8": 0.90},
         # Peaks of GB200 are stated for a clock that is 2,500 / 2,250 times that of a B200.
-        "grace_blackwell": {"matmul": 0.65, "attention": 0.54, "fp8": 0.98},
-        "blackwell_ultra": {"matmul": 0.70, "attention": 0.54, "fp8": 0.98},
+        "grace_blackwell": {"matmul": 0.65, "attention": 0.54, "fp8": 0.90},
+        "blackwell_ultra": {"matmul": 0.70, "attention": 0.54, "fp8": 0.90},
     }
 )
 """Generation of a device -> constants that are not the usual ones, with the newest kernels."""
