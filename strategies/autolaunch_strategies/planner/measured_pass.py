@@ -19,6 +19,17 @@ from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.tensors import tensors_in
 
 
+@dataclass(frozen=True)
+class Returned:
+    """A tensor that a block returns."""
+
+    size: int
+    kept: tuple[int, int, int]
+    """What the block keeps of it for its backward pass: (bytes, of which sharded, of which made by experts)."""
+    kept_compiled: tuple[int, int, int]
+    """The same if it is compiled."""
+
+
 @dataclass
 class Span:
     """What a part cost, and its stretch of the tape's events."""
@@ -30,7 +41,10 @@ class Span:
     end: int = 0
     kept: tuple[int, int] = (0, 0)
     """(bytes that were made in it and are kept for its backward pass, of which sharded)."""
+    outputs: dict[int, Returned] = field(default_factory=dict)
+    """Place among what it returns -> the tensor there."""
     output: int = 0
+    """Bytes of those that anything behind it reads."""
     input: int = 0
     saved_input: bool = False
     """Whether what goes from block to block is kept by it."""
@@ -39,7 +53,7 @@ class Span:
     compiled: tuple[int, int, int] = (0, 0, 0)
     """(bytes that it keeps for its backward pass if it is compiled, of which sharded, of which made by experts)."""
     compiled_output: tuple[int, int] = (0, 0)
-    """Of these, what it returns."""
+    """Of these, what it returns, as `saved_output`."""
     kernels: Kernels = field(default_factory=lambda: Kernels(0, (0, 0, 0)))
     """Those of its forward pass if it is compiled."""
     backward_kernels: Kernels = field(default_factory=lambda: Kernels(0, (0, 0, 0)))
@@ -70,6 +84,12 @@ class MeasuredPass:
         self._last_output: set[int] = set()
         """Memory of what stands for the last block's output."""
         self._run(model_call, args, kwargs)
+        for name, span in self.kinds.items():
+            read = [item for place, item in span.outputs.items() if (name, place) in self.tape.reads]
+            goes_on = read or [*span.outputs.values()]
+            span.output = sum(item.size for item in goes_on)
+            span.saved_output = _total(item.kept for item in goes_on)
+            span.compiled_output = _total(item.kept_compiled for item in goes_on)
 
     def _run(self, model_call: ModelCall, args: Any, kwargs: Mapping[str, Any]) -> None:
         tape = self.tape
@@ -78,6 +98,7 @@ class MeasuredPass:
             tape.tally = self.before.tally
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, _as_it_is):
                 output = call()
+                tape.watched.clear()
                 self.after.end = self.loss.begin = len(tape.events)
                 self.after.saved_input = any(key in self.after.tally.saved for key in self._last_output)
                 around = self.after if self._look.calls else self.before
@@ -103,6 +124,9 @@ class MeasuredPass:
         turn = self._turns[name] = self._turns.get(name, -1) + 1
         first = self._look.kind_of[name]
         leaves, spec = tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                self.tape.is_read(leaf)
         if name == first:
             self._outputs[name, turn] = self._run_block(name, module, leaves, spec)
         if is_last:
@@ -111,6 +135,9 @@ class MeasuredPass:
         output = self._stand_in(leaves, *self._outputs[first, turn], is_first=self._count == 1)
         if is_last:
             self._last_output.update(storage_key(tensor) for tensor in tensors_in(output))
+        for place, leaf in enumerate(tree_flatten(output)[0]):
+            if isinstance(leaf, torch.Tensor):
+                self.tape.watched[storage_key(leaf)] = (first, place)
         return output
 
     def _run_block(self, name: str, module: nn.Module, leaves: list[Any], spec: TreeSpec) -> tuple[TreeSpec, list[Any]]:
@@ -143,12 +170,15 @@ class MeasuredPass:
             if key in span.tally.saved:
                 outer.saved.setdefault(key, span.tally.saved.pop(key))
         span.saved_input = any(key in span.tally.saved for key in stream)
-        for key in {storage_key(leaf) for leaf in results} & span.tally.saved.keys() - inputs.keys():
-            size, sharded = span.tally.saved[key]
-            span.saved_output = span.saved_output[0] + size, span.saved_output[1] + size * sharded
         for key in stream.keys() & span.tally.saved.keys():
             self.before.tally.saved.pop(key, None)  # once is enough
-        span.input, span.output = sum(stream.values()), sum(leaf.untyped_storage().nbytes() for leaf in results)
+        span.input = sum(stream.values())
+        returns = {
+            place: (storage_key(leaf), leaf.untyped_storage().nbytes(), tape.value_of(leaf))
+            for place, leaf in enumerate(outputs)
+            if isinstance(leaf, torch.Tensor)
+        }
+        saved = {key: value for key, value in span.tally.saved.items() if key not in inputs}
         if results:
             self.element_bytes = results[0].element_size()
         shapes = [
@@ -158,7 +188,7 @@ class MeasuredPass:
             for leaf in outputs
         ]
         differentiable = [leaf for leaf in results if leaf.requires_grad]
-        returned = {number for leaf in results if (number := tape.value_of(leaf)) is not None}
+        returned = {number for _, _, number in returns.values() if number is not None}
         del output, outputs, results
         if differentiable:
             tape.backward = True
@@ -173,7 +203,11 @@ class MeasuredPass:
         span.compiled = _sums(kept_compiled.values())
         span.kernels = joint.kernels(kept_compiled, returned)
         span.backward_kernels = joint.backward_kernels(kept_compiled)
-        span.compiled_output = _sums(value for number, value in kept_compiled.items() if number in returned)[:2]
+        for place, (key, size, number) in returns.items():
+            kept_of_it = () if number is None else filter(None, [kept_compiled.get(number)])
+            span.outputs[place] = Returned(
+                size, _sums([(*saved[key], False)] if key in saved else ()), _sums(kept_of_it)
+            )
         return output_spec, shapes
 
     def _stand_in(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any], is_first: bool) -> Any:
@@ -227,6 +261,12 @@ def _sums(values: Iterable[tuple[int, bool, bool]]) -> tuple[int, int, int]:
         sum(size for size, sharded, _ in values if sharded),
         sum(size for size, _, routed in values if routed),
     )
+
+
+def _total(sizes: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
+    """(bytes of all of them, of which sharded)."""
+    sizes = list(sizes)
+    return sum(size for size, _, _ in sizes), sum(sharded for _, sharded, _ in sizes)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

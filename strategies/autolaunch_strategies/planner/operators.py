@@ -7,7 +7,7 @@ sequence costs (see `assembly`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,6 +112,10 @@ class Tape(Observer):
         """Into how many parts views cut dims that mp shards."""
         self.joint: JointPass | None = None
         """Of the block that is running."""
+        self.reads: set[Hashable] = set()
+        """Of what is in `watched`, what was read."""
+        self.watched: dict[int, Hashable] = {}
+        """Memory of which it is asked whether anything reads it -> what it is called."""
         self._alive: dict[int, tuple[weakref.ref, int, bool, int]] = {}
         self._dims: dict[int, dict[Any, int]] = {}
         self._made_whole: set[int] = set()
@@ -161,6 +165,7 @@ class Tape(Observer):
                 self._dims.pop(key, None)
                 self._routed.discard(key)
                 self._casts.discard(key)
+                self.watched.pop(key, None)
                 self.events.append((-size, entry[2], born))
 
         self._alive[key] = (weakref.ref(storage, freed), size, sharded, born)
@@ -211,6 +216,11 @@ class Tape(Observer):
         call = (name, tuple(seen), repr(arguments))
         self.joint.forward(name, kernel, read, made, of_all, call)
 
+    def is_read(self, tensor: torch.Tensor) -> None:
+        """Note it, if that is asked."""
+        if (asked := self.watched.pop(storage_key(tensor), None)) is not None:
+            self.reads.add(asked)
+
     @contextmanager
     def unheard(self) -> Iterator[None]:
         """Within it nothing is charged; memory is followed."""
@@ -250,6 +260,9 @@ class Tape(Observer):
 
     def operator(self, operation: Operation) -> None:
         inputs, outputs = operation.inputs, operation.outputs
+        if self.watched and not self.quiet:
+            for tensor in inputs:
+                self.is_read(tensor)
         dims = {id(tensor): dim for tensor in inputs if (dim := self.dim_of(tensor)) is not None} if self._dims else {}
         if self._charging:
             self._note_users(inputs)
