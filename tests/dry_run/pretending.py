@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.nn import functional as F
 
 from autolaunch_strategies.config import parallel_config
 from autolaunch_strategies.dry_run.agreement import disagreements
@@ -17,6 +19,32 @@ from autolaunch_strategies.lightning.first_step import first_step
 from autolaunch_strategies.model.construction import Construction
 from autolaunch_strategies.planner.candidate import Candidate
 from tests.planner import memory_cases as cases
+
+
+class CausalModel(pl.LightningModule):
+    """A language model of `transformers`, trained on the next token.
+
+    Args:
+        kind: its model type.
+        sizes: fields of its config.
+    """
+
+    def __init__(self, kind: str, sizes: Mapping[str, Any]) -> None:
+        import transformers
+
+        super().__init__()
+        config = transformers.AutoConfig.for_model(kind, **sizes, use_cache=False)
+        self.model = transformers.AutoModelForCausalLM.from_config(config)
+        self.example_input_array = torch.zeros(2, cases.POSITIONS, dtype=torch.int64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, use_cache=False).logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def training_of(one: Candidate, module: Callable[[], Any]) -> Training:

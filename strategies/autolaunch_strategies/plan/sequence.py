@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -20,6 +21,17 @@ _KEEP = {"need_transpose": False}
 BEGIN = StyleSpec("SequenceParallelBegin", _KEEP)
 PAUSE = StyleSpec("SequenceParallelDisable", _KEEP)
 END = StyleSpec("SequenceParallelEnd", _KEEP)
+
+
+@contextmanager
+def places_not_told() -> Iterator[None]:
+    """Within it nothing is said of models that have no place for sequence parallelism."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 class _NotPossible(Exception):

@@ -324,6 +324,8 @@ class Assembly:
             refused["ep"] = self.without_experts
         if self.sharding.refused:
             refused["mp"] = self.sharding.refused
+        if self.sharding.sequences_refused:
+            refused["sequence_parallel"] = self.sharding.sequences_refused
         if self.replaced:
             name, why = next(iter(self.replaced.items()))
             refused["compile"] = f"what {name} does can't be followed on shapes alone ({why})"

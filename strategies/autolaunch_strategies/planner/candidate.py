@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -205,6 +205,17 @@ class Candidates:
     def select(self, which: Any) -> Candidates:
         """Those that a mask or an array of indices names."""
         return Candidates(**{name: getattr(self, name)[which] for name in FIELDS})
+
+    def as_they_run(self, refused: Collection[str]) -> Candidates:
+        """Without sequence parallelism where a model has no place for it: a plan that asks for it runs without.
+
+        Args:
+            refused: as `ModelProfile.refused`.
+        """
+        if "sequence_parallel" not in refused:
+            return self
+        columns = {name: getattr(self, name) for name in FIELDS}
+        return Candidates(**{**columns, "sequence_parallel": np.zeros_like(self.sequence_parallel)})
 
     @property
     def is_sharded(self) -> NDArray[np.bool_]:

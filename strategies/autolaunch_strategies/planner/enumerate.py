@@ -343,7 +343,7 @@ class Space:
         return rows.distinct("mp").with_options(("sequence_parallel",), self._sequence_parallel_of)
 
     def _sequence_parallel_of(self, mp: int) -> list[tuple[int, ...]]:
-        usual = [1] if self._thin else [0, 1]
+        usual = [0] if "sequence_parallel" in self.profile.refused else [1] if self._thin else [0, 1]
         return [(number,) for number in self._values("sequence_parallel", usual)] if mp > 1 else [(0,)]
 
     def _experts(self, rows: _Table) -> _Table:

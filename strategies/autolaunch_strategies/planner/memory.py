@@ -74,6 +74,7 @@ def peak_memory(
         counted: read, and added to.
     """
     columns = _Columns(len(profile.kinds))
+    candidates = candidates.as_they_run(profile.refused)
     first, way = distinct_rows(_decides_amounts(candidates))
     together = np.zeros((columns.count, len(first)))
     _put_amounts(profile, recipe, hardware, candidates.select(first), columns, dict.fromkeys(PIECES, together))
@@ -98,7 +99,7 @@ def memory_account(
     The largest total is what `peak_memory` says.
     """
     columns = _Columns(len(profile.kinds))
-    candidates = Candidates.of([candidate])
+    candidates = Candidates.of([candidate]).as_they_run(profile.refused)
     pieces = {name: np.zeros((columns.count, 1)) for name in PIECES}
     _put_amounts(profile, recipe, hardware, candidates, columns, pieces)
     ((_, counts, ranks),) = _groups(profile, candidates, columns)

@@ -171,6 +171,16 @@ class Tape(Observer):
         self._alive[key] = (weakref.ref(storage, freed), size, sharded, born)
         self.events.append((size, sharded, born))
 
+    def _gather(self, tensor: torch.Tensor) -> None:
+        """From here on what is in a tensor's memory is whole: its parts have been gathered into other memory."""
+        key = storage_key(tensor)
+        entry = self._alive.get(key)
+        if entry is not None and entry[2]:
+            storage, size, _, born = entry
+            self.events.append((-size, True, born))
+            self._alive[key] = (storage, size, False, len(self.events))
+            self.events.append((size, False, len(self.events)))
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A hook for what autograd saves."""
         key = storage_key(tensor)
@@ -270,6 +280,8 @@ class Tape(Observer):
                 self.tally.casts.add(name)
                 self._casts.add(storage_key(outputs[0]))
         exchange = self._shard_outputs(operation, dims)
+        if exchange == GATHERED and operation.operator.is_view:
+            self._gather(outputs[0])
         if not self._unseen:
             for tensor in outputs:
                 self._register(tensor, self.dim_of(tensor) is not None)

@@ -270,7 +270,8 @@ class ModelProfile:
     """Attention heads, which ulysses shares out; None without fused attention."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Axis (`mp`, `pp`, `cp`) or degree (`ep`) -> why this model can't be divided along it; `schedules` -> why none but
-    `exact` computes its loss; `compile` -> why its blocks are not compiled."""
+    `exact` computes its loss; `compile` -> why its blocks are not compiled; `sequence_parallel` -> why it shards
+    nothing."""
     guessed: str = ""
     """What it was called with, in words, where nothing shows how it is called; empty where something does."""
 

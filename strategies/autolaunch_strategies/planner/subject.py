@@ -15,10 +15,12 @@ from autolaunch_strategies.pipeline.cut import pipelined_part
 from autolaunch_strategies.plan.choose import plan_for, planned_part
 from autolaunch_strategies.plan.layers import is_linear
 from autolaunch_strategies.plan.rules import Match
+from autolaunch_strategies.plan.sequence import BEGIN, places_not_told
 from autolaunch_strategies.tensor.model_parallel import matched
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step
 
+_NO_PLACE = "its modules leave no place for it: with mp=seq_parallel it runs without, and says why"
 _RANKS = (2, 3, 5, 7)
 """Numbers of ranks for which a plan is asked, until one works."""
 
@@ -76,6 +78,8 @@ class ParameterSharding:
     """Parameter of the model -> sharded dim."""
     refused: str = ""
     """Why there are none."""
+    sequences_refused: str = ""
+    """Why none shards sequences between the layers that it shards."""
 
 
 def parameter_sharding(
@@ -83,14 +87,17 @@ def parameter_sharding(
 ) -> ParameterSharding:
     """By the plan that the engine would apply: for two ranks, or the least number that it works for.
 
+    A plan that is derived, or that `transformers` brings, is asked for with sequence parallelism, and is else the same.
+
     Args:
         step: the training step of a module around the model.
     """
     model, prefix = planned_part(subject.root)
-    refused = ""
+    refused, wanted = "", ModelParallel(sequence_parallel=not own_plan)
     for ranks in _RANKS:
         try:
-            rules = plan_for(model, ModelParallel(), own_plan, ranks, subject.example, Steps(training=step))
+            with places_not_told():
+                rules = plan_for(model, wanted, own_plan, ranks, subject.example, Steps(training=step))
         except ConfigError as error:
             refused = refused or str(error)
             continue
@@ -101,7 +108,8 @@ def parameter_sharding(
             if f"{prefix}{name}".startswith(subject.prefix)
         }
         if dims:
-            return ParameterSharding(dims)
+            begins = own_plan or any(BEGIN in rule.styles for rule in rules)
+            return ParameterSharding(dims, sequences_refused="" if begins else _NO_PLACE)
     return ParameterSharding({}, refused or "the plan shards none of its parameters")
 
 

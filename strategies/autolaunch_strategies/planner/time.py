@@ -463,7 +463,7 @@ def step_time(profile: ModelProfile, recipe: Recipe, hardware: Hardware, candida
     Returns:
         Seconds, and where they go, for the rank that is busiest.
     """
-    c, constants, n = candidates, hardware.constants, len(candidates)
+    c, constants, n = candidates.as_they_run(profile.refused), hardware.constants, len(candidates)
     if not n:
         return StepTime(np.zeros(0), {name: np.zeros(0) for name in PARTS})
     micro = c.microbatches.astype(np.float64)
