@@ -177,9 +177,8 @@ class Tape(Observer):
         entry = self._alive.get(key)
         if entry is not None and entry[2]:
             storage, size, _, born = entry
-            self.events.append((-size, True, born))
-            self._alive[key] = (storage, size, False, len(self.events))
-            self.events.append((size, False, len(self.events)))
+            self._alive[key] = storage, size, False, born
+            self.events += [(-size, True, born), (size, False, born)]
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A hook for what autograd saves."""
@@ -280,7 +279,7 @@ class Tape(Observer):
                 self.tally.casts.add(name)
                 self._casts.add(storage_key(outputs[0]))
         exchange = self._shard_outputs(operation, dims)
-        if exchange == GATHERED and operation.operator.is_view:
+        if exchange == GATHERED and operation.operator.is_view and not self.backward:
             self._gather(outputs[0])
         if not self._unseen:
             for tensor in outputs:
