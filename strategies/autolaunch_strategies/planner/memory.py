@@ -425,6 +425,7 @@ def _put_activations(
             # Experts that are shared out run as they are.
             experts = np.where(c.ep > 1, part.expert_saved_bytes, other.expert_saved_bytes)
             saved = np.where(compiled, fused + experts * fullest, saved)
+        saved = saved + _attention_sent_back(part, profile.element_bytes, c)
         selective = of(part.selective_bytes, part.sharded_selective_bytes)
         # Rows that have travelled, there and back, are kept.
         selective = selective + np.where(c.ep > 1, 2 * part.routed_elements * profile.element_bytes * fullest, 0.0)
@@ -498,6 +499,15 @@ def _attention_over_cp(part: Part, element_bytes: int, c: Candidates) -> Any:
         "exchanges_heads": (keys + queries) / c.cp,
     }
     return np.where(c.cp > 1, sum(of_backends(flag, c.backend) * size for flag, size in held.items()), 0.0)
+
+
+def _attention_sent_back(part: Part, element_bytes: int, c: Candidates) -> Any:
+    """What attention returns for one sequence where heads come back to positions: kept beside what is made of it."""
+    attention = part.attention
+    if attention is None or not (c.ulysses > 1).any():
+        return 0.0
+    size = float(attention.positions * attention.heads * attention.head_dim * element_bytes * attention.count)
+    return np.where((c.cp > 1) & (c.ulysses > 1), size / c.mp / c.cp, 0.0)
 
 
 def _put_off(part: Part, profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:
