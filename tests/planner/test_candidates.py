@@ -80,6 +80,14 @@ RULES: list[Any] = [
         id="cp refused",
     ),
     pytest.param(
+        "sequence_parallel_refused",
+        {"profile": dataclasses.replace(model(), refused={"sequence_parallel": "it has no place for it"})},
+        {"mp": 2, "sequence_parallel": 1},
+        {"mp": 2},
+        "small runs the same with mp=seq_parallel: it has no place for it",
+        id="sequence parallelism refused",
+    ),
+    pytest.param(
         "mp_sizes",
         {"profile": dataclasses.replace(model(), mp_sizes=(8, 2))},
         {"mp": 4},

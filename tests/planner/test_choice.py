@@ -58,6 +58,22 @@ def test_what_a_mesh_that_was_typed_has_no_use_for_is_no_surprise(plan: Plan) ->
     assert _without_use(dataclasses.replace(plan, wanted={"pp": (1,)}), ["mesh=8", "pp=1f1b"]) == []
 
 
+def test_sequence_parallelism_that_shards_nothing_is_planned_without() -> None:
+    """Asked for, it is what runs without: the same time and memory, and that is said."""
+    profile = dataclasses.replace(llama("8b"), refused={"sequence_parallel": "there is no place for it"})
+    asked, without = (
+        make_plan(profile, recipe(128), machines(8), {"mp": (2,), "sequence_parallel": (number,)}) for number in (1, 0)
+    )
+    assert asked.chosen.sequence_parallel and asked.chosen.mp == 2
+    assert (asked.seconds, asked.memory_bytes) == (without.seconds, without.memory_bytes)
+    (said,) = _without_use(asked, ["mp=seq_parallel"])
+    assert "mp=seq_parallel is without use" in said and "there is no place for it" in said
+    left = make_plan(profile, recipe(128), machines(8), {"mp": (2,)})
+    assert not left.chosen.sequence_parallel and _without_use(left, []) == []
+    really = make_plan(llama("8b"), recipe(128), machines(8), {"mp": (2,), "sequence_parallel": (1,)})
+    assert really.memory_bytes < asked.memory_bytes
+
+
 # --- the pick --------------------------------------------------------------------------------------------------------
 
 DDP, FSDP = Candidate(dp=4, replicate=4), Candidate(dp=4, level=3)

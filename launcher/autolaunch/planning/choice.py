@@ -247,6 +247,8 @@ def _remarks(plan: Plan) -> list[str]:
 def _without_use(plan: Plan, typed: Iterable[str]) -> list[str]:
     """What was typed for an axis of which the chosen mesh has one rank, unless just that was asked for."""
     remarks, keys = [], typed_keys(typed)
+    if plan.chosen.mp > 1 and plan.chosen.sequence_parallel and "sequence_parallel" in plan.profile.refused:
+        remarks.append(f"mp=seq_parallel is without use here: {plan.profile.refused['sequence_parallel']}.")
     for axis in ("mp", "pp", "cp"):
         unused = [key for key in keys if key.split(".")[0] == axis and key != "pp.microbatches"]  # parts of any batch
         if not unused or getattr(plan.chosen, axis) > 1 or plan.wanted.get(axis) == (1,):

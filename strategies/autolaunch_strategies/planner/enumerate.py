@@ -340,10 +340,13 @@ class Space:
         return options
 
     def _sequence_parallel(self, rows: _Table) -> _Table:
-        return rows.distinct("mp").with_options(("sequence_parallel",), self._sequence_parallel_of)
+        table = rows.distinct("mp").with_options(("sequence_parallel",), self._sequence_parallel_of)
+        return self._kept(table, "sequence_parallel_refused")
 
     def _sequence_parallel_of(self, mp: int) -> list[tuple[int, ...]]:
-        usual = [0] if "sequence_parallel" in self.profile.refused else [1] if self._thin else [0, 1]
+        usual = [0, 1]
+        if self._thin:
+            usual = [0] if "sequence_parallel" in self.profile.refused else [1]
         return [(number,) for number in self._values("sequence_parallel", usual)] if mp > 1 else [(0,)]
 
     def _experts(self, rows: _Table) -> _Table:
@@ -431,6 +434,14 @@ def _rules(profile: ModelProfile, recipe: Recipe, hardware: Hardware, devices: i
         refused_axis("mp"),
         refused_axis("pp"),
         refused_axis("cp"),
+        Rule(
+            "sequence_parallel_refused",
+            "mp=seq_parallel with this model",
+            ("sequence_parallel",),
+            lambda c: (c.sequence_parallel > 0) & ("sequence_parallel" in refused),
+            lambda c: f"{profile.name} runs the same with mp=seq_parallel: {refused['sequence_parallel']}",
+            lifted_by=("sequence_parallel",),
+        ),
         Rule(
             "ep_refused",
             "ep with this model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +14,20 @@ from autolaunch_strategies.model.blocks import find_blocks
 from autolaunch_strategies.model.lightning_module import is_lightning_module
 from autolaunch_strategies.pipeline.cut import pipelined_part
 from autolaunch_strategies.plan.choose import plan_for, planned_part
+from autolaunch_strategies.plan.derive import NothingToShard
 from autolaunch_strategies.plan.layers import is_linear
-from autolaunch_strategies.plan.rules import Match
+from autolaunch_strategies.plan.rules import Match, Rule
 from autolaunch_strategies.plan.sequence import BEGIN, places_not_told
 from autolaunch_strategies.tensor.model_parallel import matched
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step
 
-_NO_PLACE = "its modules leave no place for it: with mp=seq_parallel it runs without, and says why"
+_NO_PLACE = "its modules leave no place for sequence parallelism (a run says why, and goes on without)"
 _RANKS = (2, 3, 5, 7)
 """Numbers of ranks for which a plan is asked, until one works."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Holder(nn.Module):
@@ -87,17 +92,14 @@ def parameter_sharding(
 ) -> ParameterSharding:
     """By the plan that the engine would apply: for two ranks, or the least number that it works for.
 
-    A plan that is derived, or that `transformers` brings, is asked for with sequence parallelism, and is else the same.
-
     Args:
         step: the training step of a module around the model.
     """
     model, prefix = planned_part(subject.root)
-    refused, wanted = "", ModelParallel(sequence_parallel=not own_plan)
+    refused = ""
     for ranks in _RANKS:
         try:
-            with places_not_told():
-                rules = plan_for(model, wanted, own_plan, ranks, subject.example, Steps(training=step))
+            rules = _rules(model, own_plan, ranks, subject.example, Steps(training=step))
         except ConfigError as error:
             refused = refused or str(error)
             continue
@@ -111,6 +113,19 @@ def parameter_sharding(
             begins = own_plan or any(BEGIN in rule.styles for rule in rules)
             return ParameterSharding(dims, sequences_refused="" if begins else _NO_PLACE)
     return ParameterSharding({}, refused or "the plan shards none of its parameters")
+
+
+def _rules(model: nn.Module, own_plan: Mapping[str, Any] | None, ranks: int, example: Any, steps: Steps) -> list[Rule]:
+    """Those of `plan_for`, with sequence parallelism where there is a place for it and no plan of the model's own."""
+    if not own_plan:
+        try:
+            with places_not_told():
+                return plan_for(model, ModelParallel(sequence_parallel=True), None, ranks, example, steps)
+        except NothingToShard:
+            raise
+        except ConfigError as error:  # a plan that `transformers` brings serves alone where no forward can be followed
+            log.debug("no plan with sequence parallelism: %s", error)
+    return plan_for(model, ModelParallel(), own_plan, ranks, example, steps)
 
 
 def _sharded_dims(model: nn.Module, matches: Sequence[Match]) -> dict[str, int]:
