@@ -113,6 +113,8 @@ def _whole(row: dict[str, str], key: str, default: int) -> int:
 
 def _published(row: dict[str, str]) -> Published | None:
     note = (row.get("note") or "").lower()
+    if re.search(r"fail=|\bfailed\b", note):
+        return None
     if re.search(r"(nv|mx)fp4", f"{row.get('precision') or ''} {note}".lower()):
         return None  # no type of the planner's: it would be taken for another one
     hidden, layers = _whole(row, "hidden", 0), _whole(row, "layers", 0)

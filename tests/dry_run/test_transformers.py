@@ -48,7 +48,10 @@ def module(kind: str) -> CausalModel:
     return CausalModel(kind, CONFIGS[kind])
 
 
-@pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=SHARDS_THE_BATCH), "phi3", "granite", "gpt_neo"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", "granite", "gpt_neo", *(pytest.param(kind, marks=SHARDS_THE_BATCH) for kind in ("gpt2", "phi3"))],
+)
 def test_the_plan_says_what_a_step_holds(kind: str) -> None:
     """A row is one sequence and has no mask; what one matrix makes of queries, keys and values is gathered, and so are
     halves of one matrix. Granite has no place for sequence parallelism, and blocks of GPT Neo return their scores."""
@@ -58,6 +61,25 @@ def test_the_plan_says_what_a_step_holds(kind: str) -> None:
     )
     for rank in pretended_ranks(training_of(candidate, lambda: module(kind))):
         assert account[0]["total"] == pytest.approx(rank.total, rel=0.05)
+
+
+def test_what_attention_sends_back_is_kept() -> None:
+    """With ulysses: what attention returned, by heads, and what became of it, by positions."""
+    candidate = cases.candidate(cases.case(cp=2, backend="ulysses", ulysses=2))
+    account = memory_account(
+        profile_module(module("qwen3"), cases.POSITIONS, device_type="cpu"),
+        Recipe(batch_size=cases.BATCH),
+        CPU,
+        candidate,
+    )
+    for rank in pretended_ranks(training_of(candidate, lambda: module("qwen3"))):
+        assert account[0]["total"] == pytest.approx(rank.total, rel=0.035)
+
+
+def test_halves_of_one_matrix_are_whole() -> None:
+    """Queries, keys and values are one matrix in Phi-3, and so are the gate and what it opens: mp gathers both."""
+    (block,) = profile_module(module("phi3"), cases.POSITIONS, device_type="cpu").kinds
+    assert block.sharded_saved_bytes == block.if_compiled.sharded_saved_bytes == 0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("gpt2", marks=SHARDS_THE_BATCH)])

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from autolaunch.config.schema import LLAMA_PLANS
@@ -181,6 +182,65 @@ def test_parameters_and_what_is_kept(name: str) -> None:
     assert sum(part.saved_bytes for part in parts(profile)) == real
     if name != "images":  # batch norm counts the measured passes
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class Returning(nn.Module):
+    """A block that is called with one tensor or two, and returns so many."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shares = self.first(x if self.kind in ("unread", "twice") else x + y).softmax(-1)
+        if self.kind == "halves":
+            return shares[..., :8].tanh(), shares[..., 8:].tanh()
+        if self.kind == "one memory":
+            first, second = shares.chunk(2, -1)
+            return first, second
+        return self.second(shares).tanh(), shares  # as blocks return the scores of attention
+
+
+class Chain(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Returning(kind) for _ in range(4))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for block in (*self.blocks, *self.blocks) if self.kind == "twice" else self.blocks:
+            x, shares = block(x, y)
+            y = x if self.kind in ("unread", "twice") else shares
+        return self.head(x + y)
+
+
+@pytest.mark.parametrize("kind", ["halves", "one memory", "unread", "twice"])
+def test_what_blocks_return_is_kept_once(kind: str) -> None:
+    """By whoever follows, if that one keeps it, else by the block; also if nobody reads it."""
+    model = Chain(kind)
+    example = ExampleInputs("", (torch.zeros(2, 3, 8),), {}, False)
+    profile = profile_module(model, example=example, device_type="cpu")
+    real = [kept(model, torch.zeros(batch, 3, 8), lambda item: item) for batch in (2, 3)]
+    assert sum(part.saved_bytes for part in parts(profile)) == real[1] - real[0]
+    assert profile.kinds[0].output_bytes == 3 * (16 if kind in ("halves", "one memory") else 8) * 4
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.RMSNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + checkpoint(lambda x: self.layer(self.norm(x)), x, use_reentrant=False)
+
+
+def test_kernels_of_cuda_in_what_is_computed_again() -> None:
+    model = nn.Sequential(*(Checkpointed() for _ in range(3)))
+    example = ExampleInputs("", (torch.zeros(2, 3, 8),), {}, False)
+    (kind,) = profile_module(model, example=example, device_type="cuda").kinds
+    assert kind.saved_bytes == kind.output_bytes
 
 
 def test_put_off_gradients_of_weights_keep_what_they_are_made_of() -> None:

@@ -39,7 +39,7 @@ def transformers_plan(
     Args:
         sequence_parallel, ranks, example, steps: as in `derive_plan`.
     """
-    plan = _own_plan(model)
+    plan = own_plan_of(model)
     if not plan:
         return None
     decisions = Decisions()
@@ -75,7 +75,7 @@ def _flow(model: nn.Module, example: Any, steps: Steps | None) -> Trace | None:
         return None
 
 
-def _own_plan(model: nn.Module) -> Mapping[str, str]:
+def own_plan_of(model: nn.Module) -> Mapping[str, str]:
     """`transformers` gathers the plans of all parts in the outermost model, with full names."""
     plan = getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping) or not hasattr(model, "config"):

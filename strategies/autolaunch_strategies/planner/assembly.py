@@ -222,8 +222,8 @@ class Assembly:
         size = sharded = 0.0
         for place, name in enumerate(self.look.order):
             if not self._is_kept_behind(place):
-                twice = self._kept_twice(self.look.kind_of[name])
-                size, sharded = size + twice[0], sharded + twice[1]
+                twice, calls = self._kept_twice(self.look.kind_of[name]), self.look.calls.count(name)
+                size, sharded = size + twice[0] / calls, sharded + twice[1] / calls  # others of its calls are followed
         return size, sharded
 
     def _is_kept_behind(self, place: int) -> bool:

@@ -113,6 +113,11 @@ class JointPass:
         """Note what the block is called with."""
         self.values[number] = _Value(size, sharded, False)
 
+    def gathered(self, number: int) -> None:
+        """From here on a value is whole."""
+        if number in self.values:
+            self.values[number].sharded = False
+
     def forward(
         self,
         name: str,

@@ -38,7 +38,10 @@ _FP32 = {
 }
 _NO_MODULE = nn.Module()
 _RMS_NORM = {torch.rms_norm, F.rms_norm}
-_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.einsum}
+_PRODUCTS = {
+    *(torch.matmul, torch.linalg.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__),
+    *(torch.einsum, torch.tensordot),
+}
 """Functions of torch that join the dims which count products before they multiply."""
 
 

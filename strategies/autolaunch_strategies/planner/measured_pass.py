@@ -14,6 +14,7 @@ from autolaunch_strategies.planner.compiled import JointPass, Kernels
 from autolaunch_strategies.planner.first_look import FirstLook
 from autolaunch_strategies.planner.model_call import ModelCall
 from autolaunch_strategies.planner.operators import Tally, Tape
+from autolaunch_strategies.torch_private.backward import run_backward, run_backward_of
 from autolaunch_strategies.torch_private.calls import run_call
 from autolaunch_strategies.torch_private.tracing import storage_key
 from autolaunch_strategies.tracing.tensors import tensors_in
@@ -21,8 +22,10 @@ from autolaunch_strategies.tracing.tensors import tensors_in
 
 @dataclass(frozen=True)
 class Returned:
-    """A tensor that a block returns."""
+    """A tensor that a call of a block returns."""
 
+    memory: int
+    """What tells apart those of one call that are in the same memory."""
     size: int
     kept: tuple[int, int, int]
     """What the block keeps of it for its backward pass: (bytes, of which sharded, of which made by experts)."""
@@ -41,8 +44,8 @@ class Span:
     end: int = 0
     kept: tuple[int, int] = (0, 0)
     """(bytes that were made in it and are kept for its backward pass, of which sharded)."""
-    outputs: dict[int, Returned] = field(default_factory=dict)
-    """Place among what it returns -> the tensor there."""
+    outputs: dict[tuple[int, int], Returned] = field(default_factory=dict)
+    """(number of the call, place among what it returns) -> the tensor there."""
     output: int = 0
     """Bytes of those that anything behind it reads."""
     input: int = 0
@@ -85,11 +88,16 @@ class MeasuredPass:
         """Memory of what stands for the last block's output."""
         self._run(model_call, args, kwargs)
         for name, span in self.kinds.items():
-            read = [item for place, item in span.outputs.items() if (name, place) in self.tape.reads]
-            goes_on = read or [*span.outputs.values()]
-            span.output = sum(item.size for item in goes_on)
-            span.saved_output = _total(item.kept for item in goes_on)
-            span.compiled_output = _total(item.kept_compiled for item in goes_on)
+            places = self.tape.reads.get(name, set())
+            goes_on = {
+                (turn, item.memory): item
+                for (turn, place), item in span.outputs.items()
+                if place in places or not places
+            }
+            of_last = [item for (turn, _), item in goes_on.items() if turn == self._turns[name]]
+            span.output = sum(item.size for item in of_last)
+            span.saved_output = _total(item.kept for item in goes_on.values())
+            span.compiled_output = _total(item.kept_compiled for item in of_last)
 
     def _run(self, model_call: ModelCall, args: Any, kwargs: Mapping[str, Any]) -> None:
         tape = self.tape
@@ -98,6 +106,7 @@ class MeasuredPass:
             tape.tally = self.before.tally
             with torch.autograd.graph.saved_tensors_hooks(tape.pack, _as_it_is):
                 output = call()
+                tape.are_read(tensors_in(output))
                 tape.watched.clear()
                 self.after.end = self.loss.begin = len(tape.events)
                 self.after.saved_input = any(key in self.after.tally.saved for key in self._last_output)
@@ -111,7 +120,7 @@ class MeasuredPass:
             self.loss.backward_begin = len(tape.events)
             if loss is not None and loss.requires_grad:
                 tape.backward = True
-                loss.backward()
+                run_backward(loss)
             self.loss.end = len(tape.events)
         self.before.kept = self.before.tally.saved_bytes()
 
@@ -124,11 +133,9 @@ class MeasuredPass:
         turn = self._turns[name] = self._turns.get(name, -1) + 1
         first = self._look.kind_of[name]
         leaves, spec = tree_flatten((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                self.tape.is_read(leaf)
+        self.tape.are_read(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         if name == first:
-            self._outputs[name, turn] = self._run_block(name, module, leaves, spec)
+            self._outputs[name, turn] = self._run_block(name, module, leaves, spec, turn)
         if is_last:
             self.tape.tally = self.after.tally
             self.after.begin = len(self.tape.events)
@@ -140,7 +147,9 @@ class MeasuredPass:
                 self.tape.watched[storage_key(leaf)] = (first, place)
         return output
 
-    def _run_block(self, name: str, module: nn.Module, leaves: list[Any], spec: TreeSpec) -> tuple[TreeSpec, list[Any]]:
+    def _run_block(
+        self, name: str, module: nn.Module, leaves: list[Any], spec: TreeSpec, turn: int
+    ) -> tuple[TreeSpec, list[Any]]:
         """Forward and backward of one block by itself; what it returned, as shapes."""
         tape, span, shared = self.tape, self.kinds.setdefault(name, Span()), self._look.shared.get(name, set())
         outer, tape.tally = tape.tally, span.tally
@@ -192,12 +201,13 @@ class MeasuredPass:
         del output, outputs, results
         if differentiable:
             tape.backward = True
-            torch.autograd.backward(differentiable, [torch.empty_like(leaf) for leaf in differentiable])
+            run_backward_of(differentiable, [torch.empty_like(leaf) for leaf in differentiable])
             tape.backward = tape.in_experts = False
         del differentiable
         for leaf in (*tensors.values(), *module.parameters()):
             leaf.grad = None
         span.end = len(tape.events)
+        span.tally.settle()
         tape.tally, tape.joint = outer, None
         kept_compiled = joint.kept()
         span.compiled = _sums(kept_compiled.values())
@@ -205,8 +215,8 @@ class MeasuredPass:
         span.backward_kernels = joint.backward_kernels(kept_compiled)
         for place, (key, size, number) in returns.items():
             kept_of_it = () if number is None else filter(None, [kept_compiled.get(number)])
-            span.outputs[place] = Returned(
-                size, _sums([(*saved[key], False)] if key in saved else ()), _sums(kept_of_it)
+            span.outputs[turn, place] = Returned(
+                key, size, _sums([(*saved[key], False)] if key in saved else ()), _sums(kept_of_it)
             )
         return output_spec, shapes
 

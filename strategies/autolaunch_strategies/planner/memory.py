@@ -181,7 +181,7 @@ def _decides_amounts(c: Candidates) -> list[NDArray[Any]]:
     all_forward_first = of_schedules("all_forward_first", c.pipeline)
     return [
         *(c.dp, c.cp, c.mp, c.ep, c.level, c.replicate, c.sequence_parallel, c.microbatches, c.recompute, c.compile),
-        *(c.backend, c.pp > 1, all_forward_first, c.pipeline == PIPELINES.index("exact")),
+        *(c.backend, c.ulysses > 1, c.pp > 1, all_forward_first, c.pipeline == PIPELINES.index("exact")),
     ]
 
 
@@ -507,7 +507,7 @@ def _attention_sent_back(part: Part, element_bytes: int, c: Candidates) -> Any:
     if attention is None or not (c.ulysses > 1).any():
         return 0.0
     size = float(attention.positions * attention.heads * attention.head_dim * element_bytes * attention.count)
-    return np.where((c.cp > 1) & (c.ulysses > 1), size / c.mp / c.cp, 0.0)
+    return np.where((c.cp > 1) & (c.ulysses > 1), size / np.where(attention.divided, c.mp, 1) / c.cp, 0.0)
 
 
 def _put_off(part: Part, profile: ModelProfile, recipe: Recipe, c: Candidates) -> Floats:

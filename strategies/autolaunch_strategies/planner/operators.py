@@ -6,8 +6,9 @@ sequence costs (see `assembly`).
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,8 @@ _PRODUCTS = {"mm": 0, "addmm": 1, "_addmm_activation": 1, "bmm": 0, "baddbmm": 1
 _GROUPED = {"_grouped_mm", "_scaled_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"}
 """Products of rows that are shared out among experts; the last is that of `transformers`."""
 _ATTENTION = {name for name in SAVE_GROUPS["attention"] if name != "_scaled_dot_product_attention_math"}
+_SETTLED = itertools.count(-1, -1)
+"""Numbers for memory that is used no longer; that in use has positive ones."""
 _KEPT = {name for names in SAVE_GROUPS.values() for name in names}
 
 
@@ -79,6 +82,14 @@ class Tally:
         """Bytes of saved activations that are made of what was gathered behind a column-wise layer."""
         return sum(size for key, (size, sharded) in self.saved.items() if key in self.made_whole and not sharded)
 
+    def settle(self) -> None:
+        """Tell what is saved from what will be in the same memory, once that is free."""
+        settled = {key: next(_SETTLED) for key in self.saved if key >= 0}
+        self.saved = {settled.get(key, key): value for key, value in self.saved.items()}
+        self.routed_saved = {settled.get(key, key): value for key, value in self.routed_saved.items()}
+        self.gathered = {settled.get(key, key) for key in self.gathered}
+        self.made_whole = {settled.get(key, key) for key in self.made_whole}
+
     def saved_bytes(self) -> tuple[int, int]:
         """Bytes of saved activations: (all of them, those that mp shards)."""
         sizes = list(self.saved.values())
@@ -112,10 +123,10 @@ class Tape(Observer):
         """Into how many parts views cut dims that mp shards."""
         self.joint: JointPass | None = None
         """Of the block that is running."""
-        self.reads: set[Hashable] = set()
-        """Of what is in `watched`, what was read."""
-        self.watched: dict[int, Hashable] = {}
-        """Memory of which it is asked whether anything reads it -> what it is called."""
+        self.reads: dict[str, set[int]] = {}
+        """Of what is in `watched`, what was read: name -> places."""
+        self.watched: dict[int, tuple[str, int]] = {}
+        """Memory of which it is asked whether anything reads it -> the name of who returned it, and at which place."""
         self._alive: dict[int, tuple[weakref.ref, int, bool, int]] = {}
         self._dims: dict[int, dict[Any, int]] = {}
         self._made_whole: set[int] = set()
@@ -178,7 +189,10 @@ class Tape(Observer):
         if entry is not None and entry[2]:
             storage, size, _, born = entry
             self._alive[key] = storage, size, False, born
-            self.events += [(-size, True, born), (size, False, born)]
+            here = len(self.events)
+            self.events += [(-size, True, here), (size, False, here)]
+            if self.joint is not None:
+                self.joint.gathered(born)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A hook for what autograd saves."""
@@ -225,10 +239,11 @@ class Tape(Observer):
         call = (name, tuple(seen), repr(arguments))
         self.joint.forward(name, kernel, read, made, of_all, call)
 
-    def is_read(self, tensor: torch.Tensor) -> None:
+    def are_read(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note it, if that is asked."""
-        if (asked := self.watched.pop(storage_key(tensor), None)) is not None:
-            self.reads.add(asked)
+        for tensor in tensors:
+            if (asked := self.watched.pop(storage_key(tensor), None)) is not None:
+                self.reads.setdefault(asked[0], set()).add(asked[1])
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -270,8 +285,7 @@ class Tape(Observer):
     def operator(self, operation: Operation) -> None:
         inputs, outputs = operation.inputs, operation.outputs
         if self.watched and not self.quiet:
-            for tensor in inputs:
-                self.is_read(tensor)
+            self.are_read(inputs)
         dims = {id(tensor): dim for tensor in inputs if (dim := self.dim_of(tensor)) is not None} if self._dims else {}
         if self._charging:
             self._note_users(inputs)

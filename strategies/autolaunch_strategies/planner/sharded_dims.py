@@ -143,7 +143,7 @@ def _through_view(before: Sequence[int], dim: int, after: Sequence[int], joins: 
     """Where a sharded dim is after a change of shape: first among the dims that it becomes, or joined behind others."""
     front, size = math.prod(before[:dim]) * _outer(dim), before[dim] // _outer(dim)
     product = 1
-    for place, length in enumerate(after):
+    for place, length in enumerate(after if size else ()):
         if length > 1 and product * length > front:
             outer = front // product
             own = length // outer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,20 +13,17 @@ from autolaunch_strategies.model.blocks import find_blocks
 from autolaunch_strategies.model.lightning_module import is_lightning_module
 from autolaunch_strategies.pipeline.cut import pipelined_part
 from autolaunch_strategies.plan.choose import plan_for, planned_part
-from autolaunch_strategies.plan.derive import NothingToShard
 from autolaunch_strategies.plan.layers import is_linear
 from autolaunch_strategies.plan.rules import Match, Rule
 from autolaunch_strategies.plan.sequence import BEGIN, places_not_told
+from autolaunch_strategies.plan.transformers_plans import own_plan_of
 from autolaunch_strategies.tensor.model_parallel import matched
 from autolaunch_strategies.tracing.inputs import Steps
 from autolaunch_strategies.tracing.step import Step
 
-_NO_PLACE = "its modules leave no place for sequence parallelism (a run says why, and goes on without)"
+_NO_PLACE = "its modules leave no place for sequence parallelism (a run says why)"
 _RANKS = (2, 3, 5, 7)
 """Numbers of ranks for which a plan is asked, until one works."""
-
-
-log = logging.getLogger(__name__)
 
 
 class Holder(nn.Module):
@@ -117,15 +113,15 @@ def parameter_sharding(
 
 def _rules(model: nn.Module, own_plan: Mapping[str, Any] | None, ranks: int, example: Any, steps: Steps) -> list[Rule]:
     """Those of `plan_for`, with sequence parallelism where there is a place for it and no plan of the model's own."""
-    if not own_plan:
-        try:
-            with places_not_told():
-                return plan_for(model, ModelParallel(sequence_parallel=True), None, ranks, example, steps)
-        except NothingToShard:
+    if own_plan:
+        return plan_for(model, ModelParallel(), own_plan, ranks, example, steps)
+    try:
+        with places_not_told():
+            return plan_for(model, ModelParallel(sequence_parallel=True), None, ranks, example, steps)
+    except ConfigError:
+        if not own_plan_of(model):
             raise
-        except ConfigError as error:  # a plan that `transformers` brings serves alone where no forward can be followed
-            log.debug("no plan with sequence parallelism: %s", error)
-    return plan_for(model, ModelParallel(), own_plan, ranks, example, steps)
+    return plan_for(model, ModelParallel(), None, ranks, example, steps)  # which needs no forward that can be followed
 
 
 def _sharded_dims(model: nn.Module, matches: Sequence[Match]) -> dict[str, int]:
