@@ -18,7 +18,7 @@ import torch
 from autolaunch_strategies.planner.compiled import SHAPES_ALONE, JointPass, Kernel, kernel_of
 from autolaunch_strategies.planner.profile import Attention, MatMul
 from autolaunch_strategies.planner.sharded_dims import GATHERED, REDUCED, SAME, sharded_outputs, sharded_product
-from autolaunch_strategies.torch_private.tracing import storage_key
+from autolaunch_strategies.torch_private.tracing import JOINS_SHARDED_DIMS, storage_key
 from autolaunch_strategies.tracing.recorder import Observer, Operation
 from autolaunch_strategies.training.save_groups import SAVE_GROUPS
 
@@ -352,7 +352,7 @@ class Tape(Observer):
         if name == "embedding":
             return REDUCED
         pointwise = torch.Tag.pointwise in operation.operator.tags
-        joins = self.joins or self.backward
+        joins = JOINS_SHARDED_DIMS and (self.joins or self.backward)
         output_dims, exchange = sharded_outputs(name, pointwise, operation.args, dims, outputs, joins)
         whole = inputs[0].shape[dims[id(inputs[0])]] if id(inputs[0]) in dims else 0
         for tensor, dim in zip(outputs, output_dims, strict=False):

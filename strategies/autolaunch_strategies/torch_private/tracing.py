@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default
 FUSED_RMS_NORM_BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
 """What `rms_norm` is on CUDA; on a CPU it is made of other operators."""
+
+JOINS_SHARDED_DIMS = TorchVersion(torch.__version__) >= "2.12"
+"""Whether DTensor keeps a dim sharded that an operator joins to others in front of it; torch 2.11 gathers it."""
 
 
 def storage_key(tensor: torch.Tensor) -> int:
