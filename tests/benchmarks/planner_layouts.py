@@ -14,9 +14,10 @@ beside is taken from its code, github.com/Aleph-Alpha/scaling:
 - layers, embedding, last norm and head are shared out evenly by their number, 1F1B;
 - the head's outputs are gathered over mp, and kept (bf16) until their backward pass is over.
 
-Assumed, since neither says it: a norm that is no kernel computes in fp32, its scale included; a vocabulary of 128,000
-and batches of 2,048 sequences (512 of 8k), with which the sheets' own utilisation comes out; and an allocator without
-expandable segments, which finds no place for one more of the largest tensors (scores in fp32) among what it has cut up.
+Assumed in sight of the runs, since neither says it: a norm that is no kernel computes in fp32, its scale included; a
+vocabulary of 128,000 and batches of 2,048 sequences (512 of 8k), with which the sheets' own utilisation comes out; and
+an allocator without expandable segments, which finds no place for one more of the largest tensors (scores in fp32)
+among what it has cut up.
 """
 
 from __future__ import annotations

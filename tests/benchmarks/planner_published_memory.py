@@ -79,10 +79,9 @@ def errors(path: Path = ROWS) -> list[Error]:
 
 def needed(item: Published, profile: ModelProfile, recipe: Recipe, hardware: Hardware) -> float:
     """Predicted bytes of the fullest device."""
+    candidates = Candidates.of([candidate_of(item)])
     with as_published(item):
-        return float(peak_memory(profile, recipe, hardware, Candidates.of([candidate_of(item)])).bytes[0]) + beside(
-            item
-        )
+        return float(peak_memory(profile, recipe, hardware, candidates).bytes[0]) + beside(item)
 
 
 def shares(path: Path = ROWS) -> Iterator[tuple[Published, float]]:

@@ -21,8 +21,22 @@ from autolaunch_strategies.planner.candidate import Candidate
 from tests.planner import memory_cases as cases
 
 
-class CausalModel(pl.LightningModule):
-    """A language model of `transformers`, trained on the next token.
+class NextToken(pl.LightningModule):
+    """What its forward returns of tokens is trained to be the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, cases.POSITIONS, dtype=torch.int64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class CausalModel(NextToken):
+    """A language model of `transformers`.
 
     Args:
         kind: its model type.
@@ -35,16 +49,9 @@ class CausalModel(pl.LightningModule):
         super().__init__()
         config = transformers.AutoConfig.for_model(kind, **sizes, use_cache=False)
         self.model = transformers.AutoModelForCausalLM.from_config(config)
-        self.example_input_array = torch.zeros(2, cases.POSITIONS, dtype=torch.int64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model(ids, use_cache=False).logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def training_of(one: Candidate, module: Callable[[], Any]) -> Training:

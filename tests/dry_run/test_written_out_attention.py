@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -14,7 +11,7 @@ from autolaunch_strategies.planner.memory import memory_account
 from autolaunch_strategies.planner.module_profile import profile_module
 from autolaunch_strategies.planner.profile import Recipe
 from autolaunch_strategies.torch_private.tracing import JOINS_SHARDED_DIMS
-from tests.dry_run.pretending import pretended_ranks, training_of
+from tests.dry_run.pretending import NextToken, pretended_ranks, training_of
 from tests.planner import memory_cases as cases
 from tests.planner.test_memory import CPU
 from tests.support.one_rank import without_process_group
@@ -44,25 +41,18 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.other_norm(x))))
 
 
-class Module(pl.LightningModule):
+class Module(NextToken):
     def __init__(self, by_indices: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(by_indices) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY)
-        self.example_input_array = torch.zeros(2, cases.POSITIONS, dtype=torch.int64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 @pytest.fixture(autouse=True)

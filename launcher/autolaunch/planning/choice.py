@@ -245,7 +245,8 @@ def _remarks(plan: Plan) -> list[str]:
 
 
 def _without_use(plan: Plan, typed: Iterable[str]) -> list[str]:
-    """What was typed for an axis of which the chosen mesh has one rank, unless just that was asked for."""
+    """What was typed for an axis of which the chosen mesh has one rank, unless just that was asked for; and sequence
+    parallelism that shards nothing."""
     remarks, keys = [], typed_keys(typed)
     if plan.chosen.mp > 1 and plan.chosen.sequence_parallel and "sequence_parallel" in plan.profile.refused:
         remarks.append(f"mp=seq_parallel is without use here: {plan.profile.refused['sequence_parallel']}.")

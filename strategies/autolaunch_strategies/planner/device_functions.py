@@ -221,7 +221,10 @@ class _FusedNorm(torch.autograd.Function):
     def backward(context: Any, *gradients: Any) -> Any:
         input, weight, scales = context.saved_tensors
         with context.tape.unregistered():
-            own_gradients = [None if tensor is None else torch.empty_like(tensor) for tensor in (input, weight)]
+            own_gradients = [
+                torch.empty_like(tensor) if needed else None
+                for tensor, needed in zip((input, weight), context.needs_input_grad[:2], strict=True)
+            ]
         arguments = [gradients[0], input, scales, weight]
         context.tape.operator(_operation(FUSED_RMS_NORM_BACKWARD, arguments, own_gradients))
         return (*own_gradients, None, None)

@@ -344,9 +344,7 @@ class Space:
         return self._kept(table, "sequence_parallel_refused")
 
     def _sequence_parallel_of(self, mp: int) -> list[tuple[int, ...]]:
-        usual = [0, 1]
-        if self._thin:
-            usual = [0] if "sequence_parallel" in self.profile.refused else [1]
+        usual = [1] if self._thin and "sequence_parallel" not in self.profile.refused else [0, 1]
         return [(number,) for number in self._values("sequence_parallel", usual)] if mp > 1 else [(0,)]
 
     def _experts(self, rows: _Table) -> _Table:

@@ -27,9 +27,9 @@ class Returned:
     memory: int
     """What tells apart those of one call that are in the same memory."""
     size: int
-    kept: tuple[int, int, int]
-    """What the block keeps of it for its backward pass: (bytes, of which sharded, of which made by experts)."""
-    kept_compiled: tuple[int, int, int]
+    kept: tuple[int, int]
+    """What the block keeps of it for its backward pass: (bytes, of which sharded)."""
+    kept_compiled: tuple[int, int]
     """The same if it is compiled."""
 
 
@@ -214,10 +214,9 @@ class MeasuredPass:
         span.kernels = joint.kernels(kept_compiled, returned)
         span.backward_kernels = joint.backward_kernels(kept_compiled)
         for place, (key, size, number) in returns.items():
-            kept_of_it = () if number is None else filter(None, [kept_compiled.get(number)])
-            span.outputs[turn, place] = Returned(
-                key, size, _sums([(*saved[key], False)] if key in saved else ()), _sums(kept_of_it)
-            )
+            kept_bytes, is_sharded = saved.get(key, (0, False))
+            compiled = _sums(value for other, value in kept_compiled.items() if other == number)
+            span.outputs[turn, place] = Returned(key, size, (kept_bytes, kept_bytes * is_sharded), compiled[:2])
         return output_spec, shapes
 
     def _stand_in(self, leaves: list[Any], spec: TreeSpec, shapes: list[Any], is_first: bool) -> Any:
@@ -273,10 +272,10 @@ def _sums(values: Iterable[tuple[int, bool, bool]]) -> tuple[int, int, int]:
     )
 
 
-def _total(sizes: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
+def _total(sizes: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """(bytes of all of them, of which sharded)."""
     sizes = list(sizes)
-    return sum(size for size, _, _ in sizes), sum(sharded for _, sharded, _ in sizes)
+    return sum(size for size, _ in sizes), sum(sharded for _, sharded in sizes)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,29 +58,31 @@ def sharded_outputs(
         dims: `id` of a tensor argument -> its sharded dim; of those that are sharded.
         joins: whether a change of shape may join a sharded dim to those in front of it.
     """
-    sharded = [
-        dims[id(leaf)]
-        for arg in args
-        for leaf in (arg if isinstance(arg, list | tuple) else (arg,))
-        if id(leaf) in dims
-    ]
+    sharded = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,)) if id(leaf) in dims]
     if name in _RESHAPES:
-        tensor = next(arg for arg in args if id(arg) in dims)
-        return _judged([_through_view(tensor.shape, dims[id(tensor)], output.shape, joins) for output in outputs])
-    outers = {_outer(dim) for dim in sharded}
-    if len(outers) > 1:
+        shape, dim = sharded[0].shape, dims[id(sharded[0])]
+        return _judged([_through_view(shape, dim, output.shape, joins) for output in outputs])
+    outer, *others = {_outer(dims[id(tensor)]) for tensor in sharded}
+    if others:
         return [None] * len(outputs), GATHERED
-    output_dims, exchange = _followed(name, pointwise, args, dims, outputs)
-    outer = outers.pop()
+    output_dims, exchange = _followed(name, pointwise, args, sharded, dims, outputs)
     return [_joined(dim, outer) for dim in output_dims], exchange
 
 
 def _followed(
-    name: str, pointwise: bool, args: Sequence[Any], dims: dict[int, int], outputs: Sequence[torch.Tensor]
+    name: str,
+    pointwise: bool,
+    args: Sequence[Any],
+    sharded: Sequence[torch.Tensor],
+    dims: dict[int, int],
+    outputs: Sequence[torch.Tensor],
 ) -> tuple[list[int | None], str]:
-    """As `sharded_outputs`, of an operator that leaves dims joined as they are."""
+    """As `sharded_outputs`, of an operator that leaves dims joined as they are.
+
+    Args:
+        sharded: those of its arguments that are.
+    """
     first = args[0] if args else None
-    sharded = [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,)) if id(leaf) in dims]
     tensor = sharded[0]
     dim = dims[id(tensor)]
     if name in ("transpose", "t") and isinstance(first, torch.Tensor):
