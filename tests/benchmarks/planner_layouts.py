@@ -41,7 +41,12 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "strategies")]
 
-from autolaunch_strategies.planner.candidate import FULL, NO_RECOMPUTE, Candidate, Candidates  # noqa: E402
+from autolaunch_strategies.planner.candidate import (  # noqa: E402 - behind the path
+    FULL,
+    NO_RECOMPUTE,
+    Candidate,
+    Candidates,
+)
 from autolaunch_strategies.planner.hardware import Hardware, hardware_from  # noqa: E402 - behind the path
 from autolaunch_strategies.planner.memory import peak_memory  # noqa: E402 - behind the path
 from autolaunch_strategies.planner.module_profile import profile_module  # noqa: E402 - behind the path
